@@ -10,7 +10,7 @@ set -euo pipefail
 archive=$1 out=$2
 shift 2
 root=$(cd "$(dirname "$0")/.." && pwd)
-scratch=${ENGINE_SCRATCH:-/tmp/engine}
+scratch=${ENGINE_SCRATCH:-${TMPDIR:-/tmp}/engine}
 python=${PYTHON:-python3}
 mkdir -p "$out" "$scratch"
 [ -e "$scratch/site/vllm" ] || tar x -I "xz -T0" -f "$archive" -C "$scratch"

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
 from importlib.metadata import version
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, gettempdir
 from typing import Any
 from urllib.request import urlopen
 
@@ -202,7 +202,7 @@ class Run:
 
 def surroundings(backend: str) -> dict[str, str]:
     """Variables of an engine's process: no network, and caches that the other engine does not share."""
-    scratch = Path(os.environ.get("ENGINE_SCRATCH", "/tmp/engine"))
+    scratch = Path(os.environ.get("ENGINE_SCRATCH", Path(gettempdir(), "engine")))
     caches = {name: str(scratch / f"{name}.{backend}") for name in ("VLLM_CACHE_ROOT", "TRITON_CACHE_DIR")}
     alone = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
     return {**caches, **alone, "VLLM_PLUGINS": "cubin_runtime"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -84,6 +85,10 @@ def warm_up_latent(kind: LatentKind, kv_cache: Any, options: LatentOptions, limi
             attend_latent(q[:rows], kv_cache, decodes, options, out[:rows], None if lse is None else lse[:rows])
 
 
+def _tensor(device: int, dtype: Any, *shape: int) -> TensorView:
+    return TensorView.contiguous(_ADDRESS, dtype, shape, device)
+
+
 def _forms(q_len: int) -> list[tuple[int, bool]]:
     """Query tokens of a request, and whether their number differs, of all steps."""
     return [(1, False)] if q_len == 1 else [(1, False), (q_len, False), (q_len, True)]
@@ -92,11 +97,7 @@ def _forms(q_len: int) -> list[tuple[int, bool]]:
 def _plans(kind: LatentKind, options: LatentOptions, limits: Limits) -> Iterator[OperatorPlan]:
     """Plans like those of all steps, on a cache of one page."""
     width, columns = kind.latent + ROPE, -(-limits.keys // PAGE_SIZE)
-    dealt = options.dealing.world > 1
-
-    def tensor(dtype: Any, *shape: int) -> TensorView:
-        return TensorView.contiguous(_ADDRESS, dtype, shape, kind.device)
-
+    dealt, tensor = options.dealing.world > 1, partial(_tensor, kind.device)
     cache = tensor(kind.cache_dtype, 1, PAGE_SIZE, width)
     for requests in range(1, limits.requests + 1):
         for q_len, ragged in _forms(kind.q_len):
@@ -137,10 +138,7 @@ def reserve_prompts(
         return
     scratch.ready.add(done)
     heads, size, value_size = sizes
-
-    def tensor(dtype: Any, *shape: int) -> TensorView:
-        return TensorView.contiguous(_ADDRESS, dtype, shape, device)
-
+    tensor = partial(_tensor, device)
     rows = max(limits.tokens, limits.keys)  # of keys, cached ones among them
     plans = [
         plan_context_attention(

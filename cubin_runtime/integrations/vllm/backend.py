@@ -25,7 +25,7 @@ from ..readiness import reserve, warm_up
 from ..scratch import Limits
 from .versions import backend_name, cache_interface, decode_tokens
 
-_LOGGER = logging.getLogger("vllm.cubin_runtime")  # below vLLM's own, whose level and handlers it has
+LOGGER = logging.getLogger("vllm.cubin_runtime")  # below vLLM's own, whose level and handlers it has
 
 
 def limits_of(config: Any) -> Limits | None:
@@ -43,17 +43,47 @@ def _decode_tokens(config: Any) -> int:
     return most if most <= MAX_QUERIES else 1
 
 
-class CubinRuntimeBackend(cache_interface(), AttentionBackend):  # type: ignore[misc]
+def refused_drafts(config: Any) -> str | None:
+    """Why drafts are refused with this configuration; None: they are not."""
+    both = config.speculative_config is not None and config.parallel_config.use_ubatching
+    return "drafts in micro-batches not supported" if both else None
+
+
+class HopperBackend:
+    """What the backends of all layers answer alike; in front of vLLM's own class."""
+
+    @staticmethod
+    def get_name() -> str:
+        """The name that ``--attention-backend`` takes, one for all models."""
+        return backend_name()
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        """SM90 alone, where the kernels were measured."""
+        return (capability.major, capability.minor) == (9, 0)
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """Yes, of all that runs on our kernels."""
+        return True
+
+    @classmethod
+    def supports_kv_connector(cls) -> bool:
+        """No: pages that another host or process writes were never tried."""
+        return False
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        """No: how many query tokens each request has is read on the host."""
+        return False
+
+
+class CubinRuntimeBackend(HopperBackend, cache_interface(), AttentionBackend):  # type: ignore[misc]
     """Decoder attention with GQA in bf16 and fp16 on SM90."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]
     forward_includes_kv_cache_update = False
-
-    @staticmethod
-    def get_name() -> str:
-        """The name that ``--attention-backend`` takes."""
-        return backend_name()
 
     @staticmethod
     def get_impl_cls() -> type[CubinRuntimeImpl]:
@@ -76,11 +106,6 @@ class CubinRuntimeBackend(cache_interface(), AttentionBackend):  # type: ignore[
         return list(HEAD_SIZES)
 
     @classmethod
-    def supports_compute_capability(cls, capability: Any) -> bool:
-        """SM90 alone, where the kernels were measured."""
-        return (capability.major, capability.minor) == (9, 0)
-
-    @classmethod
     def supports_sink(cls) -> bool:
         """Yes."""
         return True
@@ -91,21 +116,6 @@ class CubinRuntimeBackend(cache_interface(), AttentionBackend):  # type: ignore[
         return True
 
     @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        """Yes, prompts and decodes alike."""
-        return True
-
-    @classmethod
-    def supports_kv_connector(cls) -> bool:
-        """No: pages that another host or process writes were never tried."""
-        return False
-
-    @classmethod
-    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        """No: a request that the host takes for a decode must have one token on the device."""
-        return False
-
-    @classmethod
     def supports_combination(cls, *_: Any, **__: Any) -> str | None:
         """Refuse drafts in micro-batches, and what vLLM before 0.30 does not ask for: R-SWA, context parallelism."""
         config = get_current_vllm_config_or_none()
@@ -113,9 +123,8 @@ class CubinRuntimeBackend(cache_interface(), AttentionBackend):  # type: ignore[
             return None
         if getattr(config.model_config, "rswa_window", None) is not None:
             return "R-SWA not supported"
-        if config.speculative_config is not None and config.parallel_config.use_ubatching:
-            return "drafts in micro-batches not supported"
-        return "DCP not supported" if config.parallel_config.decode_context_parallel_size > 1 else None
+        dealt = config.parallel_config.decode_context_parallel_size > 1
+        return refused_drafts(config) or ("DCP not supported" if dealt else None)
 
 
 class CubinRuntimeMetadataBuilder(AttentionMetadataBuilder[PagedBatch]):  # type: ignore[misc]
@@ -282,7 +291,7 @@ class CubinRuntimeImpl(AttentionImpl[PagedBatch]):  # type: ignore[misc]
             return
         if kv_cache is None or not kv_cache.numel():
             given = (query, self.num_kv_heads, self._page_size, "HND", self._options, self._limits)
-            self._options = reserve(*given, _LOGGER)
+            self._options = reserve(*given, LOGGER)
         else:
             columns = -(-self._limits.keys // kv_cache.shape[2])
             k_cache, v_cache = kv_cache.split(self.head_size, dim=-1)

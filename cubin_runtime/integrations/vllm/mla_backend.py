@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -34,10 +33,9 @@ from ..latent_batch import (
     unserved,
 )
 from ..latent_readiness import LatentKind, reserve_latent, warm_up_latent
-from .backend import limits_of
-from .versions import backend_name, decode_tokens, latent_cache_interface
+from .backend import LOGGER, HopperBackend, limits_of, refused_drafts
+from .versions import decode_tokens, latent_cache_interface
 
-_LOGGER = logging.getLogger("vllm.cubin_runtime")  # below vLLM's own, whose level and handlers it has
 _FP8 = ("fp8", "fp8_e4m3")
 
 
@@ -50,16 +48,11 @@ def _is_capturing(tensor: torch.Tensor) -> bool:
     return bool(tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-class CubinRuntimeMlaBackend(*latent_cache_interface(), MLACommonBackend):  # type: ignore[misc]
+class CubinRuntimeMlaBackend(HopperBackend, *latent_cache_interface(), MLACommonBackend):  # type: ignore[misc]
     """Dense MLA on SM90: bf16 queries and cache, or e4m3 both."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "bfloat16", *_FP8]
-
-    @staticmethod
-    def get_name() -> str:
-        """The name that ``--attention-backend`` takes, as that of the backend for other models."""
-        return backend_name()
 
     @staticmethod
     def get_impl_cls() -> type[CubinRuntimeMlaImpl]:
@@ -82,26 +75,6 @@ class CubinRuntimeMlaBackend(*latent_cache_interface(), MLACommonBackend):  # ty
         return [latent + ROPE for latent in LATENT_SIZES]
 
     @classmethod
-    def supports_compute_capability(cls, capability: Any) -> bool:
-        """SM90 alone, where the kernels were measured."""
-        return (capability.major, capability.minor) == (9, 0)
-
-    @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        """Yes, of decodes; prompts are vLLM's."""
-        return True
-
-    @classmethod
-    def supports_kv_connector(cls) -> bool:
-        """No: pages that another host or process writes were never tried."""
-        return False
-
-    @classmethod
-    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        """No: how many query tokens each request has is read on the host."""
-        return False
-
-    @classmethod
     def supports_combination(cls, *_: Any, **__: Any) -> str | None:
         """Refuse sizes without kernels, drafts in micro-batches, and scales that vLLM finds in the first step."""
         config = get_current_vllm_config_or_none()
@@ -109,8 +82,8 @@ class CubinRuntimeMlaBackend(*latent_cache_interface(), MLACommonBackend):  # ty
             return None
         if getattr(config.cache_config, "calculate_kv_scales", False):
             return "calculate_kv_scales not supported"
-        if config.speculative_config is not None and config.parallel_config.use_ubatching:
-            return "drafts in micro-batches not supported"
+        if (refused := refused_drafts(config)) is not None:
+            return refused
         dims, parallel = get_mla_dims(config.model_config), config.parallel_config
         heads = config.model_config.get_num_attention_heads(parallel) * parallel.decode_context_parallel_size
         return unserved(dims.kv_lora_rank, dims.qk_rope_head_dim, heads, decode_tokens(config))
@@ -277,4 +250,4 @@ class CubinRuntimeMlaImpl(MLACommonImpl[MLACommonMetadata]):  # type: ignore[mis
         self._kind = LatentKind(heads, self.kv_lora_rank, dtype, dtype, q_len, parameter.device.index or 0)
         self._columns = -(-limits.keys // PAGE_SIZE)
         self._limits = limits._replace(keys=keys_on_a_rank(limits.keys, self._options.dealing))
-        self._options = reserve_latent(self._kind, self._options, self._limits, _LOGGER)
+        self._options = reserve_latent(self._kind, self._options, self._limits, LOGGER)
