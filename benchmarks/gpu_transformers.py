@@ -1,4 +1,4 @@
-"""transformers' models on our attention beside sdpa, eager and flash-attention: steps and continuous batching.
+"""transformers' models on our attention beside sdpa, eager and FlashAttention-3: steps and continuous batching.
 
 Run: ``python benchmarks/gpu_transformers.py --out DIR`` on a machine with a Hopper GPU and transformers 5. It ends
 ``--seconds`` after its imports at the latest, and writes ``transformers.json`` after each case. A model has the layers
@@ -27,7 +27,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # flash-attention that is not installed is not looked for on the network
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # FlashAttention that is not installed is not looked for on the network
 
 import torch
 from model_steps import flash_attention_3
@@ -44,6 +44,7 @@ from cubin_runtime.integrations.transformers import register
 
 SCHEMA = 3
 ROUNDS, ROUND_SECONDS, MOST_CALLS = 5, 0.05, 20  # without a GPU: one round of one call
+FIRST_STEPS = 5  # so many steps before continuous batching, the others behind it
 LAST_CASE_SECONDS = 20.0  # no case begins so shortly before the end
 # Peers: the implementation's name for transformers, and the only backend that sdpa may take.
 PEERS: dict[str, tuple[str, SDPBackend | None]] = {
@@ -51,7 +52,6 @@ PEERS: dict[str, tuple[str, SDPBackend | None]] = {
     "sdpa flash": ("sdpa", SDPBackend.FLASH_ATTENTION),
     "sdpa cuDNN": ("sdpa", SDPBackend.CUDNN_ATTENTION),
     "eager": ("eager", None),
-    "flash_attention_2": ("flash_attention_2", None),
     "flash_attention_3": ("flash_attention_3", None),
 }
 
@@ -252,7 +252,8 @@ def measured(
             for step in (SMALL_STEPS if small else STEPS)
         ]
         batching = partial(batching_row, model, name, (ours, *BATCHING_PEERS), small)
-        for kind, label, case in (*cases, ("continuous_batching", "continuous batching", batching)):
+        cases.insert(FIRST_STEPS, ("continuous_batching", "continuous batching", batching))
+        for kind, label, case in cases:
             if time.monotonic() > until:
                 report["not_measured"].append(f"{name}: {label}")
                 continue

@@ -255,7 +255,7 @@ def test_the_benchmark_runs_on_small_models(stand_in: StandIn) -> None:
     assert min(times) > 0
     assert max(row["largest_difference"] for row in found["steps"]) < TOLERANCE
     assert min(row["ratios"]["eager"]["us"] for row in found["steps"]) > 0
-    assert {row["times"]["flash_attention_2"][:5] for row in found["steps"][:3]} == {"Impor"}
+    assert {row["times"]["flash_attention_3"][:5] for row in found["steps"][:3]} == {"Impor"}
     speeds = [row["tokens_per_s"][NAME] for row in found["continuous_batching"]]
     assert [type(speed) for speed in speeds] == [float] * 2
     assert kept == [1, 2, 3, 3, 4, 5, 6, 6, 6]
