@@ -3,7 +3,8 @@
 Run: ``python benchmarks/gpu_context_parallel.py --out DIR`` on a machine with Hopper GPUs and torch; one process a GPU,
 as many as there are or ``--ranks``. Every time is of CUDA graph replays on the slowest rank: of the decode of a rank's
 keys, of the collectives alone, of the merge kernels alone, and of the whole step. Keys lie in pages of a pool that is
-far larger than L2; long requests share its pages. ``context_parallel.json`` also has a model for 8 and 64 GPUs.
+far larger than L2; long requests share its pages. ``context_parallel.json`` also has the rate of the link between the
+GPUs, how far outputs are from those of one GPU, and a model for 4 and 8 GPUs.
 
 ``--alone 2 8 64`` needs one GPU: it does what a rank of each of these groups does, one group after another, in a
 process group that moves nothing. All is measured but the exchange; ``context_parallel_alone.json``.
@@ -12,7 +13,6 @@ process group that moves nothing. All is measured but the exchange; ``context_pa
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import tempfile
 import time
@@ -24,14 +24,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from divided.model import predictions
-from divided.ranks import GQA, MLA, POOL_BYTES, largest_error, measure
+from divided.ranks import GQA, MLA, POOL_BYTES, largest_error, measure, measured_link
 from gpu_environment import built_sources, gpu_environment
+from row_origin import keep
 
 from cubin_runtime import Config
 from cubin_runtime.attention import Runtime
 
-KV_LENS, BATCHES = (128 << 10, 1 << 20), (1, 8, 64)
-MODELLED = (8, 64)
+KV_LENS, BATCHES = (2 << 10, 8 << 10, 32 << 10, 128 << 10, 1 << 20), (1, 8, 64)
+MODELLED = (4, 8)
 MOST_ERROR = 0.02  # relative to the largest value: parts and outputs are bf16
 
 
@@ -49,7 +50,14 @@ def options() -> argparse.Namespace:
 def show(rows: Sequence[Mapping[str, Any]]) -> None:
     """Print rows as they come."""
     for row in rows:
-        print({name: round(value, 2) if isinstance(value, float) else value for name, value in row.items()}, flush=True)
+        print(
+            {
+                name: round(value, 2) if isinstance(value, float) else value
+                for name, value in row.items()
+                if name != "cubins"
+            },
+            flush=True,
+        )
 
 
 def run_rank(rank: int, world: int, meeting: str, chosen: argparse.Namespace, store: str) -> None:
@@ -59,7 +67,7 @@ def run_rank(rank: int, world: int, meeting: str, chosen: argparse.Namespace, st
     runtime = Runtime(Config(store=Path(store), sources=built_sources(), offline=True))
     torch.manual_seed(0)
     result: dict[str, Any] = {"schema": 1, "question": "context-parallel decode", "environment": gpu_environment()}
-    result |= {"world": world, "errors": {}, "rows": []}
+    result |= {"world": world, "link": measured_link() if world > 1 else None, "errors": {}, "rows": []}
     began = time.perf_counter()
     for layout, exchange in product((GQA, MLA), ("all_to_all", "gather_reduce")):
         result["errors"][f"{layout.name} {exchange}"] = largest_error(runtime, layout, exchange)
@@ -70,12 +78,13 @@ def run_rank(rank: int, world: int, meeting: str, chosen: argparse.Namespace, st
             result["rows"] += rows
             if rank == 0:
                 show(rows)
+                keep(result, chosen.out / "context_parallel.json")
         if world > 1:
             result["model"] = predictions(result["rows"], MODELLED)
     finally:  # what was measured before a fault is kept
         result["seconds"] = round(time.perf_counter() - began, 1)
         if rank == 0:
-            (chosen.out / "context_parallel.json").write_text(json.dumps(result, indent=1) + "\n")
+            keep(result, chosen.out / "context_parallel.json")
     if rank == 0:
         print(f"errors: {result['errors']}; seconds: {result['seconds']}")
     dist.destroy_process_group()
@@ -100,7 +109,7 @@ def run_alone(chosen: argparse.Namespace, store: str) -> None:
             show(rows)
         dist.destroy_process_group()
     result["seconds"] = round(time.perf_counter() - began, 1)
-    (chosen.out / "context_parallel_alone.json").write_text(json.dumps(result, indent=1) + "\n")
+    keep(result, chosen.out / "context_parallel_alone.json")
 
 
 def main() -> None:

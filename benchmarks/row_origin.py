@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,17 @@ def origin_of(*plans: Any) -> dict[str, Any]:
 def origin_of_launches(driver: Any) -> dict[str, Any]:
     """``cubins`` and ``commit`` of the driver's last launches, where an engine holds no plan to ask."""
     return {"cubins": {launch.kernel: launch.sha256 for launch in driver.last_launches()}, "commit": commit()}
+
+
+def origin_of_calls(driver: Any, *calls: Callable[[], object]) -> dict[str, Any]:
+    """``cubins`` and ``commit`` of what the calls launch in this process, each at most as much as the driver keeps."""
+    cubins: dict[str, str] = {}
+    for call in calls:
+        before = driver.launches
+        call()
+        if count := driver.launches - before:
+            cubins |= {launch.kernel: launch.sha256 for launch in driver.last_launches()[-count:]}
+    return {"cubins": cubins, "commit": commit()}
 
 
 @cache

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from row_origin import origin_of_calls
 
 from cubin_runtime.attention import Runtime, merge_states, mla_decode, paged_decode
 from cubin_runtime.distributed import ContextParallelMerge, KvPartition
@@ -15,6 +16,7 @@ from cubin_runtime.distributed import ContextParallelMerge, KvPartition
 from .model import bytes_sent
 
 PAGE = 64
+LINK_BYTES = 256 << 20
 POOL_BYTES = 12 << 30  # requests share pages beyond this, which is far more than L2 holds
 WARM, REPLAYS = 2, 9
 # A graph has so many rounds, each on pages of its own: its start counts little, and L2 holds no keys of a round before.
@@ -134,7 +136,8 @@ def measure(
         count = ROUNDS if batch * keys * layout.token_bytes < ROUNDS_FROM_BYTES else 1
         return [Local(runtime, pool, layout, batch, keys) for _ in range(count)]
 
-    whole = replay_us([[local.alone()] for local in decodes_of(kv_len)])
+    alone = [local.alone() for local in decodes_of(kv_len)]
+    whole = replay_us([[call] for call in alone])
     decodes, rows = decodes_of(KvPartition(world, rank, PAGE).own_keys(kv_len)), []
     for exchange in ("all_to_all", "gather_reduce"):
         step, out = step_of(runtime, layout, batch, exchange)
@@ -149,25 +152,56 @@ def measure(
         row |= {f"{kind}_us": replay_us([calls] * ROUNDS) for kind, calls in parts.items()}
         row["step_us"] = replay_us([[*decode, *(s.run for s in steps)] for decode in rounds])
         row["speedup"] = whole / row["step_us"]
-        rows.append(row)
+        rows.append(row | origin_of_calls(runtime.driver, alone[0], *rounds[0], *(s.run for s in steps)))
     return rows
 
 
+def measured_link() -> dict[str, float]:
+    """What one rank sends to the others of the group while it receives as much, in an all-to-all of many bytes."""
+    world = dist.get_world_size()
+    sent, received = (torch.empty(LINK_BYTES * world, dtype=torch.uint8, device="cuda") for _ in range(2))
+    us = replay_us([[lambda: dist.all_to_all_single(received, sent)]])
+    moved = LINK_BYTES * (world - 1)
+    return {"sent_bytes": moved, "us": us, "gb_per_s": moved / us / 1e3}
+
+
 def largest_error(runtime: Runtime, layout: Layout, exchange: str) -> float:
-    """How far a step is from one GPU with all keys, relative to the largest value; the same keys on every rank."""
+    """How far a step is from one GPU with all keys, relative to the largest value; the same keys on every rank.
+
+    A step as it is called, and in a CUDA graph that replays with other queries and lengths.
+    """
     world, rank = dist.get_world_size(), dist.get_rank()
     generator = torch.Generator("cuda").manual_seed(1)
     batch, kv_len, columns = 4, 4096, 4096 // PAGE
     pool = torch.randn(batch * kv_len * layout.token_bytes // 2, generator=generator, device="cuda").bfloat16()
-    local = Local(runtime, pool, layout, batch, kv_len)
-    local.q = torch.randn(local.q.shape, generator=generator, device="cuda").bfloat16()
-    local.table = torch.arange(batch * columns, dtype=torch.int32, device="cuda").view(batch, columns)
+    whole, part = (Local(runtime, pool, layout, batch, kv_len) for _ in range(2))
+    partition = KvPartition(world, rank, PAGE)
+    whole.table = torch.arange(batch * columns, dtype=torch.int32, device="cuda").view(batch, columns)
+    part.table = whole.table[:, rank::world].contiguous()  # whole pages in turn
+    part.lens, part.q = partition.own_lens(whole.lens), whole.q
     expected = torch.empty(batch, layout.heads, layout.value_dim, dtype=torch.bfloat16, device="cuda")
-    local.call(expected, torch.empty(batch, layout.heads, device="cuda"))()
+    decode_all = whole.call(expected, torch.empty(batch, layout.heads, device="cuda"))
     step, out = step_of(runtime, layout, batch, exchange)
-    local.table = local.table[:, rank::world].contiguous()  # whole pages in turn
-    local.lens = KvPartition(world, rank, PAGE).own_lens(local.lens)
-    local.call(step.out, step.lse)()
-    step.merge(out)
-    mine = expected[:, rank * step.own_heads :][:, : step.own_heads]
-    return slowest(float((out - mine).abs().max() / mine.abs().max()))
+    decode = part.call(step.out, step.lse)
+
+    def divided() -> None:
+        decode()
+        step.merge(out)
+
+    def error_of(run: Call, *lens: int) -> float:
+        whole.q.copy_(torch.randn(whole.q.shape, generator=generator, device="cuda"))
+        whole.lens.copy_(torch.tensor(lens, dtype=torch.int32, device="cuda"))
+        part.lens.copy_(partition.own_lens(whole.lens))
+        decode_all()
+        out.fill_(float("nan"))
+        run()
+        mine = expected[:, rank * step.own_heads :][:, : step.own_heads]
+        return float((out - mine).abs().max() / mine.abs().max())
+
+    errors = [error_of(divided, kv_len, kv_len, kv_len, kv_len)]
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        divided()
+    errors += [error_of(graph.replay, *lens) for lens in ((4096, 3001, 65, 1), (2, 64, 4095, 700))]
+    return slowest(max(errors) if all(error == error for error in errors) else float("inf"))

@@ -72,10 +72,15 @@ class DividedProblem:
         table = torch.arange(pages, dtype=torch.int32, device=self.device).view(len(case.lens), columns)
         return pools, table, partition.own_lens(self.lens)
 
-    def decode(self, runtime: Any, partition: KvPartition, out: Any, lse: Any, sinks: Any = None) -> None:
-        """The queries on the keys of one rank, ``out`` and ``lse`` as ``[tokens, heads, ...]``."""
+    def decode(
+        self, runtime: Any, partition: KvPartition, out: Any, lse: Any, sinks: Any = None, caches: Any = None
+    ) -> None:
+        """The queries on the keys of one rank, ``out`` and ``lse`` as ``[tokens, heads, ...]``.
+
+        ``caches``: what ``caches`` gave before.
+        """
         case = self.case
-        pools, table, lens = self.caches(partition)
+        pools, table, lens = self.caches(partition) if caches is None else caches
         shaped = [t.unflatten(0, (len(case.lens), case.q_len)) if case.q_len > 1 else t for t in (self.q, out, lse)]
         given: dict[str, Any] = {
             "max_seq_len": table.shape[1] * case.page_size,

@@ -17,9 +17,13 @@ GQA, MLA = DividedDecode(), DividedDecode(heads=16, kv_heads=0)
 
 
 def check_step(runtime: Runtime, case: DividedDecode, exchange: str, rank: int, world: int) -> None:
-    """A step of this rank in a CUDA graph, with sinks, against one GPU with all keys."""
+    """Decode and merge of this rank in one CUDA graph, with sinks, against one GPU with all keys.
+
+    The graph replays with other queries, keys and lengths.
+    """
     device = f"cuda:{torch.cuda.current_device()}"
     problem, partition = DividedProblem(case, device), KvPartition(world, rank, 16)
+    pools, table, lens = problem.caches(partition)
     sinks = torch.linspace(-2, 2, case.heads, device=device)
     step = ContextParallelMerge(
         None,
@@ -31,25 +35,29 @@ def check_step(runtime: Runtime, case: DividedDecode, exchange: str, rank: int, 
         exchange=exchange,
         merge=lambda *given, **named: merge_states(*given, **named, runtime=runtime),
     )
-    partial, partial_lse = problem.empty()
-    problem.decode(runtime, partition, partial, partial_lse)
     out, lse = problem.empty(step.own_heads)
-    step.out.copy_(partial)
-    step.lse.copy_(partial_lse)
-    step.merge(out, lse, sinks=sinks)  # collectives and plans are ready before the capture
+
+    def whole_step() -> None:
+        problem.decode(runtime, partition, step.out, step.lse, caches=(pools, table, lens))
+        step.merge(out, lse, sinks=sinks)
+
+    whole_step()  # kernels, collectives and plans are ready before the capture
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        step.merge(out, lse, sinks=sinks)
+        whole_step()
     heads = slice(rank * step.own_heads, (rank + 1) * step.own_heads)
-    for seed in (2, 3):
-        problem = DividedProblem(case, device, seed)
-        problem.decode(runtime, partition, partial, partial_lse)
-        step.out.copy_(partial)
-        step.lse.copy_(partial_lse)
+    for seed, lengths in ((2, case.lens), (3, case.lens[::-1]), (4, case.lens[1:] + case.lens[:1])):
+        other = DividedProblem(replace(case, lens=lengths), device, seed)
+        for tensor, values in zip(
+            (*pools, lens), (*other.caches(partition)[0], other.caches(partition)[2]), strict=True
+        ):
+            tensor.copy_(values)
+        problem.q.copy_(other.q)
+        problem.lens.copy_(other.lens)
         out.fill_(float("nan"))
         graph.replay()
-        expected, expected_lse = problem.whole(runtime, sinks)
+        expected, expected_lse = other.whole(runtime, sinks)
         assert_same((out, lse), (expected[:, heads], expected_lse[:, heads]))
 
 
