@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from decode.timing import SmClock, median_us
 from gpu_environment import built_sources, gpu_environment
-from row_origin import origin_of
+from row_origin import keep, origin_of
 
 from cubin_runtime import Config
 from cubin_runtime.attention import Runtime, plan_append_kv, plan_merge_states
@@ -229,16 +229,18 @@ def main() -> int:
     with SmClock() as clock:
         for case in append_cases(chosen.tokens):
             result["append"].append(row := measure(AppendProblem(case, runtime), chosen.rounds, chosen.rep))
+            keep(result, chosen.out / "append.json")
             print(json.dumps(row), flush=True)
         for tokens in (size for size in chosen.tokens if size != TOKENS[0]):
             for parts in (2, 4):
                 merge = MergeBench(f"{parts} parts", tokens, parts)
                 result["merge"].append(row := measure(MergeProblem(merge, runtime), chosen.rounds, chosen.rep))
+                keep(result, chosen.out / "append.json")
                 print(json.dumps(row), flush=True)
         result["sm_clock_mhz"] = clock.summary()
     missed = [row for row in result["append"] if row["tokens"] >= BAR_FROM and row["of_copy"] < BAR]
     result["missed"] = [f"{row['name']}, {row['tokens']} tokens: {row['of_copy']}" for row in missed]
-    (chosen.out / "append.json").write_text(json.dumps(result, indent=1) + "\n")
+    keep(result, chosen.out / "append.json")
     wrong = [row["name"] for row in (*result["append"], *result["merge"]) if row["wrong"]]
     print(f"wrong: {wrong or 'none'}; below {BAR} of the copy: {result['missed'] or 'none'}")
     return int(bool(wrong or missed))
