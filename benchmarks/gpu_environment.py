@@ -19,10 +19,15 @@ def built_sources() -> tuple[str, ...]:
     return tuple(os.environ.get("CUBIN_RUNTIME_SOURCES", str(_BUILT)).split())
 
 
+def first_device() -> str:
+    """What nvidia-smi calls the first device that this process sees."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+
+
 def gpu_environment() -> dict[str, object]:
     """Facts of the first device, read from nvidia-smi now, and the versions of what takes part."""
     asked = subprocess.run(
-        ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader"],
+        ["nvidia-smi", f"--id={first_device()}", f"--query-gpu={_QUERY}", "--format=csv,noheader"],
         capture_output=True,
         text=True,
         check=True,

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from gpu_environment import first_device
 from triton.testing import do_bench
 
 WARMUP_MS, REP_MS = 10, 60
@@ -45,7 +46,8 @@ class SmClock:
         self.samples: list[int] = []
 
     def __enter__(self) -> SmClock:
-        command = ["nvidia-smi", "--id=0", "--query-gpu=clocks.sm", "--format=csv,noheader,nounits", "--loop-ms=1000"]
+        query = ("--query-gpu=clocks.sm", "--format=csv,noheader,nounits", "--loop-ms=1000")
+        command = ["nvidia-smi", f"--id={first_device()}", *query]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
