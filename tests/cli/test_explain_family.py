@@ -66,6 +66,7 @@ def test_its_facts_and_candidates_are_told(capsys: pytest.CaptureFixture[str], a
         "why        because",
         f"grid       5 CTAs of {CHOSEN.threads} threads, {CHOSEN.dynamic_shared_bytes} bytes shared memory",
         "rows       300 in 3 tiles",
+        "L2         no hint: no other policy was measured for this kernel",
         "",
         "kernel\twhy not",
         f"{CHOSEN.name}\t",

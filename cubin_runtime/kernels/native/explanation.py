@@ -9,6 +9,7 @@ from typing import Any
 from ...launch.driver import DeviceFacts
 from ..explanation import Explanation, Facts, Table
 from .cost_model import Estimate, costs_of, stated
+from .l2_policy import L2Choice, l2_choice
 from .selection import Candidate, Selection
 
 # Columns of the table of candidates -> terms of an estimate.
@@ -67,8 +68,14 @@ def fields_of(value: Any) -> dict[str, object]:
 def _facts(selection: Selection, shape: Any) -> Facts:
     kernel, estimate = selection.kernel, _chosen(selection).estimate
     grid = f"{selection.ctas} CTAs of {kernel.threads} threads, {kernel.dynamic_shared_bytes} bytes shared memory"
-    facts = (("kernel", kernel.name), ("why", selection.reason), ("grid", grid), *selection.facts(shape))
+    facts: Facts = (("kernel", kernel.name), ("why", selection.reason), ("grid", grid), *selection.facts(shape))
+    if choice := _l2_choice(selection):
+        facts = (*facts, ("L2", f"{choice.policy}: {choice.reason}"))
     return (*facts, ("predicted", f"{estimate.microseconds:.1f} us: {_sum(estimate)}")) if estimate else facts
+
+
+def _l2_choice(selection: Selection) -> L2Choice | None:
+    return l2_choice(selection.kernel, getattr(selection, "cta_group_size", 1))
 
 
 def _sum(time: Estimate) -> str:
@@ -96,6 +103,8 @@ def _cells(candidate: Candidate) -> dict[str, object]:
 def _record(selection: Selection, shape: Any, device: DeviceFacts) -> dict[str, object]:
     kernel = selection.kernel
     stated = {name: value for name, value in fields_of(selection).items() if name != "explain"}
+    if choice := _l2_choice(selection):
+        stated["l2_policy"] = choice._asdict()
     return stated | {
         "kernel": kernel.name,
         "reason": selection.reason,
