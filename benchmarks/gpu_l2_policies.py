@@ -8,7 +8,6 @@ above 1 the experiment is faster. Outputs are compared bit by bit.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -25,6 +24,7 @@ from gpu_append import AppendBench, AppendProblem, MergeBench, MergeProblem
 from gpu_environment import built_sources, gpu_environment
 from prefill.cases import PrefillCase, prefill_cases
 from prefill.problem import problems_of_layers
+from row_origin import commit, keep
 from sequence.timing import Layers, Maker, Method, sequence_times
 
 from cubin_runtime import Config
@@ -129,12 +129,15 @@ def rows(runtimes: Mapping[str, Runtime], families: list[str]) -> Iterator[tuple
         yield "merge", f"2 parts, {tokens} tokens", lambda m, make=of_merge: copying_row(make, runtimes, m, "v")
 
 
-def measured(make: Callable[[Method], Any], method: Method) -> dict[str, Any]:
+def measured(make: Callable[[Method], Any], method: Method, driver: Any) -> dict[str, Any]:
     layers, makers, output = make(method)
-    row: dict[str, Any] = {}
+    stream = torch.cuda.current_stream()
+    before = driver.launches
+    makers[NATIVE_RELEASE](stream)[0]()
+    launched = driver.last_launches()[before - driver.launches :]
+    row: dict[str, Any] = {"cubins": {launch.kernel: launch.sha256 for launch in launched}, "commit": commit()}
     if output is not None:
         bits: Outputs = {}
-        stream = torch.cuda.current_stream()
         layers.before(0)
         for name, maker in makers.items():
             maker(stream)[0]()
@@ -173,11 +176,11 @@ def main() -> int:
         if (families and family not in families) or time.monotonic() - began > chosen.seconds:
             continue
         try:
-            row = {"family": family, "label": label, **measured(make, method)}
+            row = {"family": family, "label": label, **measured(make, method, runtimes[NATIVE_RELEASE].driver)}
         except Exception as failure:  # one row that fails must not cost the others
             row = {"family": family, "label": label, "error": f"{type(failure).__name__}: {failure}"[:600]}
         result["rows"].append(row)
-        (chosen.out / "l2_policies.json").write_text(json.dumps(result, indent=1) + "\n")
+        keep(result, chosen.out / "l2_policies.json")
         us = {name: found.get("us", found.get("error")) for name, found in row.get("times", {}).items()}
         print(family, label, us, row.get("ratio"), row.get("same_bits"), row.get("error", ""), flush=True)
         torch.cuda.empty_cache()

@@ -16,8 +16,9 @@ import sys
 from pathlib import Path
 
 from gpu_environment import built_sources, gpu_environment
-from gpu_profile import launches_in
+from gpu_profile import ORIGINS, launches_in
 from prefill.cases import PrefillCase
+from row_origin import keep, origin_of
 
 METRICS = (
     "sm__cycles_active.min,sm__cycles_active.avg,sm__cycles_active.max,gpu__time_duration.sum,"
@@ -44,7 +45,7 @@ def cases() -> list[PrefillCase]:
 
 
 def launch(out: Path) -> None:
-    """Launch the kernel of each case once, then once under the profiler."""
+    """Launch the kernel of each case once, then once under the profiler; ``ORIGINS`` in ``out`` says what they were."""
     import torch
     from prefill.problem import PrefillProblem
 
@@ -53,14 +54,17 @@ def launch(out: Path) -> None:
 
     store = Path(os.environ.get("CUBIN_RUNTIME_CACHE", out / "store"))
     runtime = Runtime(Config(store=store, sources=built_sources(), offline=True))
+    origins = []
     for case in cases():
-        call = PrefillProblem(case).ours(runtime)
+        plan, call = PrefillProblem(case).planned(runtime)
+        origins.append(origin_of(plan))
         call()
         torch.cuda.synchronize()
         torch.cuda.profiler.start()
         call()
         torch.cuda.synchronize()
         torch.cuda.profiler.stop()
+    keep({"rows": origins}, out / ORIGINS)
 
 
 def main() -> int:
@@ -81,9 +85,10 @@ def main() -> int:
     if done.returncode:
         raise SystemExit(f"ncu ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
     rows = []
-    for case, found in zip(cases(), launches_in(done.stdout), strict=True):
+    origins = json.loads((given.out / ORIGINS).read_text())["rows"]
+    for case, found, origin in zip(cases(), launches_in(done.stdout), origins, strict=True):
         row = {name: list(value) for name, value in found.items() if name.partition(".")[0] in METRICS}
-        rows.append({"case": case.name, "flop": case.flop, "metrics": row})
+        rows.append({"case": case.name, "flop": case.flop, "metrics": row, **origin})
         print(json.dumps(rows[-1]))
     result = {"schema": 1, "question": "how evenly CTAs end, and how many products masks save"}
     result |= {"environment": gpu_environment(), "rows": rows}

@@ -22,6 +22,7 @@ from typing import Any
 from decode.cases import PEERS, SECTIONS, Case, cases_of
 from decode.mla_cases import MlaCase, mla_cases
 from gpu_environment import built_sources, gpu_environment
+from row_origin import keep, origin_of
 
 # Rows of the benchmarks by section and label, those of one type of keys and values together.
 DECODE = (
@@ -69,6 +70,7 @@ STALL = re.compile(r"smsp__average_warps_issue_stalled_(\w+)_per_issue_active\.r
 BYTES = {"byte": 1, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9}
 MICROSECONDS = {"nsecond": 1e-3, "ns": 1e-3, "usecond": 1.0, "us": 1.0, "msecond": 1e3, "ms": 1e3}
 TOP_STALLS = 3
+ORIGINS = "profiled.json"  # what the profiled process launched, for the one that reads the profiler's table
 
 
 def chosen_cases() -> list[Case | MlaCase]:
@@ -78,8 +80,8 @@ def chosen_cases() -> list[Case | MlaCase]:
     return [*(decode[key] for key in DECODE), *(mla[key] for key in MLA)]
 
 
-def launch() -> None:
-    """Launch the kernel of each case, then once more under the profiler."""
+def launch(out: Path) -> None:
+    """Launch the kernel of each case, then once more under the profiler; ``ORIGINS`` in ``out`` says what they were."""
     import torch
     from decode.mla_measuring import MlaProblem, ours_of
     from decode.ours import Ours
@@ -93,17 +95,21 @@ def launch() -> None:
         stream = torch.cuda.current_stream().cuda_stream
         cases = chosen_cases()
         pool = Pool(max(case.kv_bytes for case in cases))
+        origins = []
         for case in cases:
             if isinstance(case, Case):
-                call = Ours(Problem(case, pool), runtime).call(stream)
+                ours = Ours(Problem(case, pool), runtime)
+                plan, call = ours.plan, ours.call(stream)
             else:
-                call = ours_of(MlaProblem(case, pool), runtime, stream, False)[1][0]
+                plan, (call, *_) = ours_of(MlaProblem(case, pool), runtime, stream, False)
+            origins.append(origin_of(plan))
             call()
             torch.cuda.synchronize()
             torch.cuda.profiler.start()
             call()
             torch.cuda.synchronize()
             torch.cuda.profiler.stop()
+        keep({"rows": origins}, out / ORIGINS)
 
 
 def profile(out: Path) -> str:
@@ -170,11 +176,12 @@ def main() -> int:
     parser.add_argument("--launch", action="store_true", help="only launch the kernels")
     given = parser.parse_args()
     if given.launch:
-        launch()
+        launch(given.out)
         return 0
     given.out.mkdir(parents=True, exist_ok=True)
     launches = launches_in(profile(given.out))
-    rows = [row_of(case, found) for case, found in zip(chosen_cases(), launches, strict=True)]
+    origins = json.loads((given.out / ORIGINS).read_text())["rows"]
+    rows = [row_of(case, found) | origin for case, found, origin in zip(chosen_cases(), launches, origins, strict=True)]
     result = {"schema": 1, "question": "what bounds the rows that miss their bars", "environment": gpu_environment()}
     (given.out / "profile.json").write_text(json.dumps(result | {"rows": rows}, indent=1) + "\n")
     for row in rows:

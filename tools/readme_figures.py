@@ -107,8 +107,10 @@ def headlines(results: Path = ROOT / "benchmarks" / "results") -> str:
     decode, prefill, fetch, host = (
         json.loads((results / f"{name}.json").read_text()) for name in ("decode", "prefill", "fetch", "host_cost")
     )
-    best = max((row for row in decode["rows"] if row["q_len"] == 1), key=lambda row: row["read_share"])
     digests = pinned(results)
+    alike = [row for row in decode["rows"] if row["q_len"] == 1 and row["kv_dtype"] == "bf16" and row["length"]]
+    beside = [row for row in alike if "ratio" in row]
+    best = max(_fresh_or_all(beside, digests), key=lambda row: row["read_share"])
     gpu = decode["environment"]["gpu"]["name"]
     prompt = next(row for row in prefill["rows"] if row["case"] == "causal D 128 S 8192")
     medians, call = fetch["medians"], host["microseconds"]["plan.run, same tensors"]
@@ -144,6 +146,11 @@ def headlines(results: Path = ROOT / "benchmarks" / "results") -> str:
     swept = [row for row in json.loads((results / f"{SWEEP}.json").read_text())["rows"] if row["section"] == "sweep"]
     age = "" if all(is_fresh(row, digests) for row in swept) else f"\n\nThe picture was {EARLIER}."
     return f"{_table(('figure', 'what was measured', 'details'), rows)}\n\n{PICTURE}{age}"
+
+
+def _fresh_or_all(rows: Sequence[Mapping[str, Any]], digests: frozenset[str]) -> Sequence[Mapping[str, Any]]:
+    """The rows of the pinned release; all where it has none of them."""
+    return [row for row in rows if is_fresh(row, digests)] or rows
 
 
 def _age(row: Mapping[str, Any], digests: frozenset[str]) -> str:

@@ -24,6 +24,11 @@ def is_fresh(row: Mapping[str, Any], digests: frozenset[str]) -> bool:
     return bool(cubins) and digests.issuperset(cubins.values())
 
 
+def fresh_rows(report: Mapping[str, Any], digests: frozenset[str]) -> list[Mapping[str, Any]]:
+    """The rows of a report that sentences may cite: those that were measured with cubins of the pinned release."""
+    return [row for row in report["rows"] if is_fresh(row, digests)]
+
+
 def marked(report: Mapping[str, Any], digests: frozenset[str]) -> Mapping[str, Any]:
     """The report with ``MARK`` behind the names of all rows that are not fresh."""
 
@@ -31,6 +36,11 @@ def marked(report: Mapping[str, Any], digests: frozenset[str]) -> Mapping[str, A
         return row if is_fresh(row, digests) else row | {name: row[name] + MARK for name in NAMES if name in row}
 
     return {**report, "rows": list(map(row_of, report["rows"]))} if "rows" in report else report
+
+
+def is_marked(row: Mapping[str, Any]) -> bool:
+    """Whether a row of a marked report has the mark."""
+    return any(str(row[name]).endswith(MARK) for name in NAMES if name in row)
 
 
 def explained(text: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from .cases import MODELS, PUBLISHED_BATCHES
-from .freshness import MARK
+from .freshness import MARK, is_marked
 from .rows import Row
 from .tables import (
     NOT_MEASURED,
@@ -82,23 +82,29 @@ def _missed(rows: Sequence[Row]) -> list[str]:
     cells = [row for row in rows if "time_over_q1" in row]
     if not cells:
         return []
-    missed = [row["label"].removesuffix(MARK) for row in cells if row["met"] is False]
-    below = [row["label"].removesuffix(MARK) for row in cells if row["grouped_speedup"] < row["published_speedup"]]
+    missed = [row["label"] for row in cells if row["met"] is False]
+    below = [row["label"] for row in cells if row["grouped_speedup"] < row["published_speedup"]]
     labels = f" ({'; '.join(missed)})" if missed else ""
     return [f"{len(missed)} of {len(cells)} cells miss their bars{labels}. {BELOW}: {'; '.join(below) or 'none'}."]
 
 
 def _grouped_line(batch: int, rows: Mapping[tuple[int, int], Row]) -> list[str]:
-    mark = MARK if rows[batch, 1]["label"].endswith(MARK) else ""
-    line = [f"{batch}{mark}", us(rows[batch, 1]["ours"]["us"]) if "us" in rows[batch, 1]["ours"] else "failed"]
+    one = rows[batch, 1]
+    line = [f"{batch}{_mark_of(one)}", us(one["ours"]["us"]) if "us" in one["ours"] else "failed"]
     for q_len in (2, 4, 8):
         row = rows.get((batch, q_len), {})
         if "time_over_q1" not in row:
             line.append("failed")
             continue
         speedup, published = row["grouped_speedup"], row["published_speedup"]
-        line.append(f"{row['time_over_q1']:.2f}x, {speedup:.2f} ({published:.2f}), {verdict(row)}")
+        cell = f"{row['time_over_q1']:.2f}x, {speedup:.2f} ({published:.2f}), {verdict(row)}"
+        line.append(cell + _mark_of(row))
     return line
+
+
+def _mark_of(row: Row) -> str:
+    """What stands behind a figure of a row whose name is not beside it."""
+    return MARK if is_marked(row) else ""
 
 
 def _host(rows: Sequence[Row]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from .freshness import is_marked
 from .tables import PEER_LABELS, Report, table, us
 
 
@@ -44,8 +45,9 @@ def other_methods(report: Report) -> tuple[str, ...]:
 
 
 def _spread(report: Report) -> str:
-    """How far the ratios of other ways are from those of the standard way, which is the first."""
-    ratios = [[_times(times) for times in row["us"].values()] for row in report["rows"]]
+    """How far ratios of other ways are from those of the standard way, the first, in rows of the pinned release."""
+    rows = [row for row in report["rows"] if not is_marked(row)]
+    ratios = [[_times(times) for times in row["us"].values()] for row in rows]
     known = [[ratio for ratio in row if ratio is not None] for row in ratios if row and row[0] is not None]
     if not known:
         return "No row has a ratio."

@@ -6,12 +6,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from .freshness import EARLIER, NAMES, SWEEP, is_fresh, pinned
+from .freshness import EARLIER, NAMES, SWEEP, fresh_rows, is_fresh, pinned
 from .tables import PEER_LABELS, Report, report_of, table
 
 # Ratios from here on are as fast, within what rounds differ by.
 AS_FAST = 0.995
 # What tells rows of these sections from others of the same name.
+_OF_EARLIER = EARLIER[0].lower() + EARLIER[1:].removesuffix(".")
 _OF_SECTION = {"fp8": " of e4m3", "sweep": " of the picture"}
 
 
@@ -46,22 +47,25 @@ def _name(row: Mapping[str, Any]) -> str:
 def overview(results: Path) -> str:
     """The table of the pages of results, each in one line."""
     digests = pinned(results)
-    names = ("decode", "mla", "prefill", "host_cost", "serving", "fetch")
-    decode, mla, prefill, host, serving, fetch = (report_of(results / f"{name}.json") for name in names)
-    share = max(row["read_share"] for row in decode["rows"] if "read_share" in row)
+    host, serving, fetch = (report_of(results / f"{name}.json") for name in ("host_cost", "serving", "fetch"))
+    decode, mla, prefill = (
+        fresh_rows(report_of(results / f"{name}.json"), digests) for name in ("decode", "mla", "prefill")
+    )
+    share = max((row["read_share"] for row in decode if "read_share" in row), default=0.0)
     call = host["microseconds"]["plan.run, same tensors"]
-    of_mla = " and ".join(PEER_LABELS[name] for name in _peers(mla["rows"]))
+    of_mla = " and ".join(PEER_LABELS[name] for name in _peers(mla))
+    cost = f"a planned run costs {call['ratio']:.1f} times a C loop that makes the same launch"
     lines = (
         (
             "[Paged decode on an H200](decode.md)",
-            f"up to {share:.0%} of the read bandwidth; {_range(decode)} the speed of the best peer",
+            _said(decode, f"up to {share:.0%} of the read bandwidth; ", "the speed of the best peer"),
         ),
-        ("[MLA decode on an H200](mla.md)", f"{_range(mla)} the speed of the best of {of_mla}"),
-        ("[Context attention on an H200](prefill.md)", f"{_range(prefill)} the speed of the best of fa3 and cuDNN"),
+        ("[MLA decode on an H200](mla.md)", _said(mla, "", f"the speed of the best of {of_mla}")),
+        ("[Context attention on an H200](prefill.md)", _said(prefill, "", "the speed of the best of fa3 and cuDNN")),
         ("[Attention on an H100](h100.md)", "the same tables of paged decode, MLA and context attention"),
         (
             "[Host cost and first launch](host.md)",
-            f"a planned run costs {call['ratio']:.1f} times a C loop that makes the same launch",
+            cost if is_fresh(call, digests) else _OF_EARLIER,
         ),
         ("[L2 policies](l2_policies.md)", "which policy reads keys and values fastest, and which the kernels have"),
         (
@@ -81,9 +85,12 @@ def overview(results: Path) -> str:
     return f"{picture}{age}\n\n{table(('page', 'in one line'), lines)}"
 
 
-def _range(report: Report) -> str:
-    ratios = [row["ratio"] for row in report["rows"] if "ratio" in row]
-    return f"in sequences of layers {min(ratios):.2f} to {max(ratios):.2f} times"
+def _said(rows: Iterable[Mapping[str, Any]], before: str, after: str) -> str:
+    """The line of a page: what its rows with a peer range over, or that no row of the pinned release has one."""
+    ratios = [row["ratio"] for row in rows if "ratio" in row]
+    if not ratios:
+        return _OF_EARLIER
+    return f"{before}in sequences of layers {min(ratios):.2f} to {max(ratios):.2f} times {after}"
 
 
 def _peers(rows: Iterable[Mapping[str, Any]]) -> list[str]:

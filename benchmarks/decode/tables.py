@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .rows import Row, is_out_of_reach
+from .freshness import is_marked
+from .rows import Row, is_out_of_reach, tally
 
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 NOT_MEASURED = "No measurement is committed yet."
@@ -64,8 +65,9 @@ def rewrite(text: str, figures: str) -> str:
 
 
 def place(report: Report) -> str:
-    """On what it was measured, the ceilings, and how many bars are met."""
-    environment, bars = report["environment"], report["bars"]
+    """On what it was measured, the ceilings, and how many bars are met by rows of the pinned release."""
+    environment, rows = report["environment"], [row for row in report["rows"] if not is_marked(row)]
+    bars = tally(rows)
     packages, gpu = environment["packages"], environment["gpu"]
     clock = report.get("sm_clock_mhz") or {}
     mhz = f", SM clock {clock['min']:.0f} to {clock['max']:.0f} MHz" if clock else ""
@@ -74,7 +76,7 @@ def place(report: Report) -> str:
         peer += f", FlashMLA {commit[:7]}"
     undecided = f" ({bars['undecided']} undecided)" if bars["undecided"] else ""
     rounds = f" Medians of {report['method']['rounds']} rounds." if "method" in report else ""
-    beyond = sum(map(is_out_of_reach, report["rows"]))
+    beyond = sum(map(is_out_of_reach, rows))
     below = f"; {beyond} of the others ask for less than read alone" if beyond else ""
     return (
         f"{gpu['name']}, driver {gpu['driver_version']}{mhz}; {peer}, torch {packages.get('torch', '-')}; "

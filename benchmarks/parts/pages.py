@@ -46,16 +46,18 @@ def _mla(results: Path) -> str:
 
 
 def _profiled(results: Path, name: str) -> tuple[str, ...]:
-    title, *rest = profiled(report_of(results / "profile.json"), name)
-    return title, EARLIER, *rest
+    report = report_of(results / "profile.json")
+    title, *rest = profiled(report, name)
+    return title, _aged("\n\n".join(rest), report["rows"], results)
 
 
 def _prefill(results: Path) -> str:
     (report,) = _reports(results, "prefill")
     if report.get("schema") != prefill_page.SCHEMA:
         return NOT_MEASURED
-    profile = prefill_page.balance(report_of(results / "prefill_profile.json"))
-    parts = (*summary.slower(report), prefill_page.figures(report), profile)
+    profile = report_of(results / "prefill_profile.json")
+    title, balance = prefill_page.balance(profile)
+    parts = (*summary.slower(report), prefill_page.figures(report), title, _aged(balance, profile["rows"], results))
     return explained("\n\n".join(parts))
 
 
@@ -94,7 +96,8 @@ def _invariance(results: Path) -> str:
 def _policies(results: Path) -> str:
     chosen = {**L2_POLICIES, "groups of paged_mla_decode": GROUP_L2_POLICY, "loads": f"`{LOAD_FUNCTION}`"}
     words = {name: "no hint" if policy == "evict_unchanged" else policy for name, policy in chosen.items()}
-    return l2_page.figures(report_of(results / "l2_policies.json"), words)
+    report = report_of(results / "l2_policies.json")
+    return _aged(l2_page.figures(report, words), report["rows"], results)
 
 
 def _earlier(figures: Callable[[Report], str], name: str) -> Callable[[Path], str]:

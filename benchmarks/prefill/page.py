@@ -10,13 +10,11 @@ from typing import Any
 Report = Mapping[str, Any]
 SCHEMA = 3
 PICTURE = "![TFLOP/s of causal prompts, ours and the best peer](../prefill_roofline.png)"
-BALANCE = """## Balance, and masked tiles
-
-Measured with an earlier release of the kernels.
-In Nsight Compute (`benchmarks/gpu_prefill_profile.py`, `prefill_profile.json`). A CTA stays on its multiprocessor, so
-the multiprocessor's active cycles are how long it took: here when the first one ends and when they do on average, of
-the time of the last. The products that ran are compared with those that the mask leaves: tiles that it hides are
-skipped, those on its edges are computed whole.
+BALANCE_TITLE = "## Balance, and masked tiles"
+BALANCE = """In Nsight Compute (`benchmarks/gpu_prefill_profile.py`, `prefill_profile.json`). A CTA stays on its
+multiprocessor, so the multiprocessor's active cycles are how long it took: here when the first one ends and when they
+do on average, of the time of the last. The products that ran are compared with those that the mask leaves: tiles that
+it hides are skipped, those on its edges are computed whole.
 
 """
 # A warp's share of a product of 64 rows and 16 columns or keys: where values have 64 columns, or tiles 64 keys, one of
@@ -96,8 +94,8 @@ def figures(report: Report, *, pictures: bool = True) -> str:
     return "\n".join(lines)
 
 
-def balance(profile: Report) -> str:
-    """When CTAs end and which products run, from the profiler, as Markdown with its heading."""
+def balance(profile: Report) -> tuple[str, str]:
+    """A heading, and when CTAs end and which products run, from the profiler, as Markdown."""
     lines = ["| case | first CTA ends | mean | products, of those that the mask leaves |", "| --- | --- | --- | --- |"]
     for row in profile["rows"]:
         first, mean, last = (row["metrics"][f"sm__cycles_active.{one}"][0] for one in ("min", "avg", "max"))
@@ -105,7 +103,7 @@ def balance(profile: Report) -> str:
         flop = FLOP_OF_WARP_INSTRUCTION[int(named[1]) if named else 128]
         products = row["metrics"]["sm__inst_executed_pipe_tensor_op_gmma.sum"][0] * flop / row["flop"]
         lines.append(f"| {row['case']} | {first / last:.1%} | {mean / last:.1%} | {products:.3f} |")
-    return BALANCE + "\n".join(lines)
+    return BALANCE_TITLE, BALANCE + "\n".join(lines)
 
 
 def draw(report: Report, image: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,12 @@ import pytest
 from decode_results import made_up_report
 from mla_results import made_up_mla_report
 
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+from parts.pages import PAGES
+
 from benchmarks.decode import mla_page, page, regime
-from benchmarks.decode.freshness import EARLIER, LEGEND, MARK, NAMES, SWEEP, explained, is_fresh, marked, pinned
+from benchmarks.decode.freshness import EARLIER, LEGEND, MARK, NAMES, SWEEP, explained, is_fresh, marked
 from cubin_runtime.artifacts.pins.pin import BUILTIN_PINS, parse_pins
 from tools.readme_figures import headlines
 
@@ -22,22 +28,35 @@ RESULTS, DOCS = ROOT / "benchmarks" / "results", ROOT / "docs"
 DIGESTS = frozenset({"a", "b"})
 # Pages by the reports whose rows say which cubins they launched, or would, had they been measured lately.
 BY_ROW = {
-    "decode": ("decode", "engine_regime", "method_check"),
-    "mla": ("mla",),
-    "prefill": ("prefill",),
-    "h100": ("decode_h100", "mla_h100", "prefill_h100"),
+    "results/decode": ("decode", "engine_regime", "method_check"),
+    "results/mla": ("mla",),
+    "results/prefill": ("prefill",),
+    "results/h100": ("decode_h100", "mla_h100", "prefill_h100"),
 }
-WHOLE = ("context_parallel", "transformers", "results/serving")
-PROFILED = ("results/decode", "results/mla", "results/prefill")
+# Pages whose figures are said to be of an earlier release if one row is, by the reports.
+WHOLE = {
+    "append": ("append", ("append", "merge")),
+    "batch_invariance": ("invariant", ("rows",)),
+    "results/l2_policies": ("l2_policies", ("rows",)),
+    "results/decode": ("profile", ("rows",)),
+    "results/mla": ("profile", ("rows",)),
+    "results/prefill": ("prefill_profile", ("rows",)),
+}
+WITHOUT_CUBINS = ("context_parallel", "transformers", "results/serving")
+OVERVIEW = ("decode", "mla", "prefill", "host_cost")
+RELEASED = "0000"
 
 
-def rows_of(name: str) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
-    return rows
+def copied(folder: Path) -> Path:
+    """A copy of all results, as measured with a release that has the cubin ``RELEASED`` alone."""
+    for path in RESULTS.glob("*.json"):
+        shutil.copy(path, folder)
+    (folder / "checksums.txt").write_text(f"{RELEASED}  one.cubin\n")
+    return folder
 
 
 def name_of(row: dict[str, Any]) -> str:
-    return next(row[name] for name in NAMES if name in row)
+    return next(name for name in NAMES if name in row)
 
 
 def test_the_digests_beside_the_results_are_the_pinned_releases() -> None:
@@ -46,21 +65,66 @@ def test_the_digests_beside_the_results_are_the_pinned_releases() -> None:
     assert digest == pins["hopper-0.1.0"], "copy the release's checksums.txt to benchmarks/results"
 
 
+@pytest.mark.parametrize("report", sorted({name for names in BY_ROW.values() for name in names}))
+def test_every_row_says_which_cubins_it_launched_and_of_which_commit(report: str) -> None:
+    rows = json.loads((RESULTS / f"{report}.json").read_text())["rows"]
+    digests = [digest for row in rows for digest in row["cubins"].values()]
+    assert all(re.fullmatch("[0-9a-f]{64}", digest) for digest in digests)
+    assert all(row["cubins"] and re.fullmatch("[0-9a-f]{40}", row["commit"]) for row in rows)
+
+
 @pytest.mark.parametrize("page_name", BY_ROW)
-def test_no_page_shows_a_stale_row_unmarked(page_name: str) -> None:
-    digests = pinned(RESULTS)
-    rows = [row for name in BY_ROW[page_name] for row in rows_of(name)]
-    fresh = {name_of(row) for row in rows if is_fresh(row, digests)}
-    stale = {name_of(row) for row in rows} - fresh
-    text = (DOCS / "results" / f"{page_name}.md").read_text()
-    by_row = text.partition("### Profiler")[0].partition("## Balance")[0]
-    shown = re.findall(r"^\| ([^|]*?) \|", by_row, re.MULTILINE)
-    assert [name for name in shown if name in stale] == []
+def test_a_page_marks_every_mention_of_a_row_whose_cubin_is_not_the_releases_and_no_other(
+    page_name: str, tmp_path: Path
+) -> None:
+    results, ages = copied(tmp_path), {}
+    for report in BY_ROW[page_name]:
+        content = json.loads((results / f"{report}.json").read_text())
+        for row in content["rows"]:
+            stamp = f"<{len(ages)}>"
+            ages[stamp] = len(ages) % 3 == 0
+            row["cubins"] = {"one": RELEASED, "two": "ffff" if ages[stamp] else RELEASED}
+            row[name_of(row)] += stamp
+        (results / f"{report}.json").write_text(json.dumps(content))
+    mentions = re.findall(rf"(<\d+>)({re.escape(MARK)})?", PAGES[page_name](results))
+    assert len(mentions) > len(ages) / 3
+    assert [stamp for stamp, mark in mentions if bool(mark) != ages[stamp]] == []
 
 
-@pytest.mark.parametrize("name", [*WHOLE, *PROFILED])
+@pytest.mark.parametrize("page_name", WHOLE)
+def test_figures_that_share_a_statement_of_their_age_are_as_old_as_their_oldest_row(
+    page_name: str, tmp_path: Path
+) -> None:
+    results, (report, keys) = copied(tmp_path), WHOLE[page_name]
+    content = json.loads((results / f"{report}.json").read_text())
+    for row in (row for key in keys for row in content[key]):
+        row["cubins"] = {"one": RELEASED}
+    (results / f"{report}.json").write_text(json.dumps(content))
+    fresh = PAGES[page_name](results).count(EARLIER)
+    content[keys[-1]][-1]["cubins"]["two"] = "ffff"
+    (results / f"{report}.json").write_text(json.dumps(content))
+    assert (fresh, PAGES[page_name](results).count(EARLIER)) == (0, 1)
+
+
+@pytest.mark.parametrize("name", WITHOUT_CUBINS)
 def test_figures_without_cubins_are_said_to_be_of_an_earlier_release(name: str) -> None:
     assert EARLIER in (DOCS / f"{name}.md").read_text()
+
+
+def test_the_overview_and_the_readme_cite_rows_of_the_release_alone(tmp_path: Path) -> None:
+    results = copied(tmp_path)
+    assert PAGES["results/index"](results).count("measured with an earlier release") == len(OVERVIEW)
+    for report in OVERVIEW:
+        content = json.loads((results / f"{report}.json").read_text())
+        rows = content["microseconds"].values() if report == "host_cost" else content["rows"]
+        for ratio, row in enumerate(rows, 2):
+            row["cubins"] = {"one": RELEASED if ratio == 2 else "ffff"}
+            row["ratio"] = row["read_share"] = float(ratio)
+        (results / f"{report}.json").write_text(json.dumps(content))
+    lines = PAGES["results/index"](results)
+    assert lines.count("in sequences of layers 2.00 to 2.00 times") == len(OVERVIEW) - 1
+    assert "up to 200% of the read bandwidth" in lines
+    assert headlines(results).startswith("| figure | what was measured | details |\n| --- | --- | --- |\n| **200% of")
 
 
 @pytest.mark.parametrize(
