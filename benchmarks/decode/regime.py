@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .freshness import is_marked
+from .summary import AS_FAST
 from .tables import PEER_LABELS, Report, table, us
 
 
@@ -47,13 +48,25 @@ def other_methods(report: Report) -> tuple[str, ...]:
 def _spread(report: Report) -> str:
     """How far ratios of other ways are from those of the standard way, the first, in rows of the pinned release."""
     rows = [row for row in report["rows"] if not is_marked(row)]
-    ratios = [[_times(times) for times in row["us"].values()] for row in rows]
-    known = [[ratio for ratio in row if ratio is not None] for row in ratios if row and row[0] is not None]
+    standard = next((way for row in rows for way in row["us"]), "")
+    known = [(row["label"], {way: ratio for way, us in row["us"].items() if (ratio := _times(us))}) for row in rows]
+    known = [(label, ratios) for label, ratios in known if next(iter(ratios), "") == standard]
     if not known:
         return "No row has a ratio."
-    apart = max(abs(ratio - first) for first, *others in known for ratio in (first, *others))
-    least = min(min(row) for row in known)
-    return f"Ratios are at most {apart:.2f} from that of the first column; the least of all is {least:.2f}."
+    firsts = [(label, next(iter(ratios.values())), ratios) for label, ratios in known]
+    apart = max(abs(ratio - first) for _, first, ratios in firsts for ratio in ratios.values())
+    least = min(ratio for _, ratios in known for ratio in ratios.values())
+    changed = [
+        f"{label}, {way} ({first:.2f} to {ratio:.2f})"
+        for label, first, ratios in firsts
+        for way, ratio in ratios.items()
+        if (ratio < AS_FAST) != (first < AS_FAST)
+    ]
+    return (
+        f"Ratios are at most {apart:.2f} from that of the first column; the least of all is {least:.2f}. "
+        f"Who is faster changes in {len(changed)} of {sum(len(ratios) - 1 for _, ratios in known)} cells"
+        f"{': ' if changed else ''}{'; '.join(changed)}."
+    )
 
 
 def _times(times: Mapping[str, float], ours: str = "ours") -> float | None:

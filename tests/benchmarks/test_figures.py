@@ -60,9 +60,12 @@ def test_rows_of_which_a_peer_is_faster_are_named_from_the_slowest_on() -> None:
 
 def test_other_methods_say_how_far_their_ratios_are_from_the_first() -> None:
     us = {"one": {"ours": 10.0, "fa2": 11.0}, "two": {"ours": 10.0, "fa2": 9.0}, "three": {"fa2": 1.0}}
-    assert other_methods({"rows": [{"label": "x", "us": us}]})[-1] == (
-        "Ratios are at most 0.20 from that of the first column; the least of all is 0.90."
+    even = {"one": {"ours": 10.0, "fa2": 12.0}, "two": {"ours": 10.0, "fa2": 12.1}}
+    assert other_methods({"rows": [{"label": "x", "us": us}, {"label": "y", "us": even}]})[-1] == (
+        "Ratios are at most 0.20 from that of the first column; the least of all is 0.90. "
+        "Who is faster changes in 1 of 2 cells: x, two (1.10 to 0.90)."
     )
+    assert other_methods({"rows": [{"label": "x", "us": {"one": {}, "two": us["two"]}}]})[-1] == "No row has a ratio."
 
 
 def test_the_table_of_l2_policies_has_a_line_for_each_family_and_what_the_kernels_have_now() -> None:
