@@ -5,11 +5,11 @@ Run by ``engine_run.sh`` on a machine with a Hopper GPU, with what ``tools/pack_
 
 * ``tokens``: greedy tokens of four models with random weights, judged in float32; bits of requests in crowds.
 * ``figures``: jobs of models of real shapes; engines take turns, ``--rounds`` times.
-* ``readiness``: our part of the start; what 2,000 requests load and plan after 20.
+* ``readiness``: our part of the start; what 2,000 requests load, allocate and generate after 20.
 * ``host``: host time of a step's attention.
 * ``drafts``: jobs with drafters, and judged tokens.
 * ``refusals``: what is refused at start, with its reason.
-* ``states``: preemption, sleep and wake, chunk sizes.
+* ``states``: batch invariance, chunk sizes, sleep and wake, dropped requests, preemption.
 * ``server``: time to the first token of streaming clients, first and later bursts after a start.
 * ``ranks``: tensor parallelism over two GPUs.
 
@@ -24,7 +24,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from engine.driver import OURS, PEER, Engine, Run, Server
+from engine.driver import OURS, PEER, Engine, Run, Server, import_engine
 
 # Job: prompts, new tokens.
 JOBS: dict[str, tuple[list[int], int]] = {
@@ -34,16 +34,20 @@ JOBS: dict[str, tuple[list[int], int]] = {
     "256 x 128 + 128": ([128] * 256, 128),
     "64 mixed, 50 to 3,650 + 128": ([50 + 3600 * (7 * n % 64) // 63 for n in range(64)], 128),
 }
-SHAPES = ("llama-shape", "gptoss-shape", "gemma3-shape", "qwen3moe-shape")
-MODELS = ("llama", "gptoss", "gemma3", "qwen3moe")
+NGRAM = {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+SHAPES = ("llama-shape", "gptoss-shape", "gemma3-shape", "qwen3moe-shape", "deepseek-shape")
+MODELS = ("llama", "gptoss", "gemma3", "qwen3moe", "deepseek")
 
 
 def tokens(run: Run) -> None:
-    """Judged tokens, model by model."""
+    """Judged tokens, model by model, with graphs and without."""
     for model in run.names or MODELS:
         with ExitStack() as stack:
-            engines = run.pair(stack, model)
-            run.row(model=model, **run.both(engines), **run.judged(engines, model, model))
+            try:
+                engines = run.pair(stack, model, more={f"{OURS} eager": {"enforce_eager": True}})
+                run.row(model=model, **run.both(engines), **run.judged(engines, model, model))
+            except RuntimeError as error:
+                run.row(model=model, error=str(error))
 
 
 def figures(run: Run) -> None:
@@ -65,49 +69,46 @@ def _jobs(
     for name, (prompts, new) in jobs.items():
         for engine in engines:
             engine.ask("job", prompts=prompts, new=min(new, 8), seed=1)
-        rounds: dict[str, list[Any]] = {engine.backend: [] for engine in engines}
+        rounds: dict[str, list[Any]] = {engine.label: [] for engine in engines}
         for number in range(run.rounds):
             seed = 2 + number if fresh else 1
             for engine in engines if number % 2 else engines[::-1]:
-                rounds[engine.backend].append(engine.ask("job", prompts=prompts, new=new, seed=seed, fresh=fresh))
+                rounds[engine.label].append(engine.ask("job", prompts=prompts, new=new, seed=seed, fresh=fresh))
         run.row(**named, job=name, rounds=rounds, ratios=_ratios(rounds))
 
 
 def _ratios(rounds: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
-    """FlashAttention's best time over ours, for the whole job and for its decodes."""
+    """The other backend's best time over ours, for the whole job and for its decodes."""
     kinds = [kind for kind in ("whole", "decode") if all(kind in each for of in rounds.values() for each in of)]
     best = {kind: {backend: min(each[kind] for each in rounds[backend]) for backend in rounds} for kind in kinds}
-    return {kind: round(times[PEER] / times[OURS], 4) for kind, times in best.items()}
+    return {
+        kind: round(min(of for name, of in times.items() if name != OURS) / times[OURS], 4)
+        for kind, times in best.items()
+    }
 
 
 def readiness(run: Run) -> None:
-    """Our part of the start, and what later requests load, with the engine in its caller's process."""
-    model = (run.names or ("llama",))[0]
-    with ExitStack() as stack:
-        engines = run.pair(stack, model, {"ENGINE_IN_PROCESS": "1"}, max_num_seqs=256)
-        for engine in engines:
-            engine.tell("mixed", requests=20, seed=1)
-        first = {engine.backend: engine.answer() for engine in engines}
-        frozen = engines[0].ask("freeze")
-        later: dict[str, list[Any]] = {engine.backend: [] for engine in engines}
-        for number in range(4):
-            for engine in engines:
-                engine.tell("mixed", requests=500, seed=2 + number, longest=900)
-            for engine in engines:
-                later[engine.backend].append(engine.answer())
-        run.row(model=model, **run.both(engines), first_20=first, frozen=frozen, next_2000=later)
+    """Our part of the start, and what later requests load, allocate and generate."""
+    for model in run.names or ("llama", "gptoss"):
+        with ExitStack() as stack:
+            engines = run.pair(stack, model, in_process=True)
+            run.row(model=model, **run.both(engines))
+            for asked in (20, 500, 500, 500, 500):
+                for engine in engines:
+                    engine.tell("mixed", requests=asked, seed=asked, longest=900)
+                run.row(model=model, requests=asked, after={engine.label: engine.answer() for engine in engines})
 
 
 def host(run: Run) -> None:
     """Host time of the attention of a step that decodes, in turns, without graphs."""
     model = (run.names or ("llama-shape",))[0]
     with ExitStack() as stack:
-        engines = run.pair(stack, model, {"ENGINE_IN_PROCESS": "1"}, enforce_eager=True)
+        engines = run.pair(stack, model, in_process=True, enforce_eager=True)
         for requests in (1, 8, 64):
-            rounds: dict[str, list[Any]] = {engine.backend: [] for engine in engines}
+            rounds: dict[str, list[Any]] = {engine.label: [] for engine in engines}
             for _ in range(1 + run.rounds):
                 for engine in engines:
-                    rounds[engine.backend].append(engine.ask("host", requests=requests, new=48, seed=5))
+                    rounds[engine.label].append(engine.ask("host", requests=requests, new=48, seed=5))
             run.row(model=model, requests=requests, rounds=rounds)
 
 
@@ -116,7 +117,7 @@ def drafters(run: Run) -> dict[str, dict[str, Any] | None]:
     four = {"num_speculative_tokens": 4}
     return {
         "none": None,
-        "n-gram": {**four, "method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2},
+        "n-gram": {**four, **NGRAM},
         "EAGLE": {**four, "method": "eagle", "model": str(run.models / "llama-eagle")},
         "the model": {**four, "method": "draft_model", "model": str(run.models / "llama")},
     }
@@ -133,53 +134,66 @@ def drafts(run: Run) -> None:
             except RuntimeError as error:
                 run.row(drafter=drafter, error=str(error)[-700:])
                 continue
-            row = {"drafter": drafter, **run.both(engines), "graphs": {each.backend: each.graphs() for each in engines}}
+            row = {"drafter": drafter, **run.both(engines), "graphs": {each.label: each.graphs() for each in engines}}
             run.row(**row, **run.judged(engines, "llama", f"drafts.{drafter.replace(' ', '_')}"))
             for job, prompts in jobs.items():
-                rounds: dict[str, list[Any]] = {engine.backend: [] for engine in engines}
+                rounds: dict[str, list[Any]] = {engine.label: [] for engine in engines}
                 for number in range(1 + run.rounds):
                     for engine in engines if number % 2 else engines[::-1]:
-                        rounds[engine.backend].append(engine.ask("drafts", prompts=prompts, new=128, seed=4))
+                        rounds[engine.label].append(engine.ask("drafts", prompts=prompts, new=128, seed=4))
                 best = {backend: min(each["seconds"] for each in times[1:]) for backend, times in rounds.items()}
                 run.row(drafter=drafter, job=job, best_seconds=best, ratio=round(best[PEER] / best[OURS], 4))
 
 
 def refusals(run: Run) -> None:
     """What is refused at start: the line of the engine's log that says why."""
-    options: dict[str, dict[str, Any]] = {
-        "fp8 cache": {"kv_cache_dtype": "fp8"},
-        "KV connector": {"kv_transfer_config": {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}},
+    asked: dict[str, tuple[str, dict[str, Any]]] = {
+        "fp8 cache": ("llama", {"kv_cache_dtype": "fp8"}),
+        "KV connector": (
+            "llama",
+            {"kv_transfer_config": {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}},
+        ),
+        "ALiBi": ("alibi-shape", {}),
+        "head_dim 512": ("wide-shape", {}),
+        "fp32": ("llama", {"dtype": "float32"}),
+        "MLA with 20 draft tokens": ("deepseek", {"speculative_config": NGRAM | {"num_speculative_tokens": 20}}),
     }
-    for name, more in options.items():
-        with Engine(run.out, f"refused.{name.replace(' ', '_')}", run.options("llama", OURS, **more)) as engine:
+    with ExitStack() as stack:
+        engines = {}
+        for name, (model, more) in asked.items():
+            given = run.options(model, OURS, **more)
+            engines[name] = stack.enter_context(Engine(run.out, f"refused.{name.replace(' ', '_')}", given, False))
+        for name, engine in engines.items():
             try:
                 engine.wait()
                 run.row(refused=name, line="it started")
             except RuntimeError:
-                lines = [
-                    line for line in engine.log.read_text().splitlines() if "not supported" in line or "Error" in line
-                ]
-                run.row(refused=name, lines=lines[:3])
+                lines = engine.log.read_text().splitlines()
+                said = [line for line in lines if "not supported" in line or "UsageError" in line or "Error:" in line]
+                run.row(refused=name, lines=said[:3], end=lines[-1:])
 
 
 def states(run: Run) -> None:
-    """Preemption in a small cache, chunks of prompts, crowds of batch-invariant requests, sleep and wake."""
+    """Batch invariance, chunks of prompts, sleep and wake, dropped requests, preemption in a small cache."""
     model = (run.names or ("llama",))[0]
     with ExitStack() as stack:
-        engines = run.pair(stack, model, kv_cache_memory_bytes=600_000_000)
-        soaks = {engine.backend: [engine.ask("mixed", requests=300, seed=n) for n in range(6)] for engine in engines}
-        run.row(model=model, state="a cache of 600 MB", soaks=soaks)
-    for chunk in (512, 2048):
-        with ExitStack() as stack:
-            engines = run.pair(stack, model, max_num_batched_tokens=chunk)
-            run.row(model=model, state=f"chunks of {chunk}", **run.judged(engines, model, f"{model}.{chunk}"))
+        engines = run.pair(stack, model, environment={"VLLM_BATCH_INVARIANT": "1"}, enforce_eager=True)
+        for engine in engines:
+            engine.tell("crowd", times=50)
+        run.row(model=model, state="batch invariance", crowds={engine.label: engine.answer() for engine in engines})
     with ExitStack() as stack:
-        engines = run.pair(stack, model, {"VLLM_BATCH_INVARIANT": "1"}, enforce_eager=True)
-        crowds = {engine.backend: engine.ask("crowd", times=5) for engine in engines}
-        run.row(model=model, state="batch invariance", crowds=crowds)
-    with Engine(run.out, f"{model}.sleep", run.options(model, OURS, enable_sleep_mode=True)) as engine:
-        engine.wait()
-        run.row(model=model, state="sleep", answers=[engine.ask("sleep", level=level) for level in (1, 2)])
+        chunks = {f"{OURS} {chunk}": {"max_num_batched_tokens": chunk} for chunk in (512, 2048)}
+        engines = run.start(stack, model, chunks)
+        run.row(model=model, state="chunks of prompts", **run.judged(engines, model, f"{model}.chunks"))
+    with ExitStack() as stack:
+        variants = {f"{OURS} sleeps": {"enable_sleep_mode": True}, f"{OURS} drops": {}}
+        sleeps, drops = run.start(stack, model, variants)
+        run.row(model=model, state="sleep", answers=[sleeps.ask("sleep", level=level) for level in (1, 2)])
+        run.row(model=model, state="dropped requests", answer=drops.ask("abandoned", times=25))
+    with ExitStack() as stack:
+        engines = run.start(stack, model, {OURS: {"kv_cache_memory_bytes": 600_000_000}})
+        for number in range(10):
+            run.row(model=model, state="a cache of 600 MB", after=engines[0].ask("mixed", requests=500, seed=number))
 
 
 def server(run: Run) -> None:
@@ -209,11 +223,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--models", type=Path, required=True, help="folder of engine/models.py")
     parser.add_argument("--names", nargs="*", help="models (those of the section)")
+    parser.add_argument("--label", default="", help="part of the names of results")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cache-bytes", type=int, default=12_000_000_000, help="of an engine's cache (%(default)s)")
     parser.add_argument("sections", nargs="+", choices=sorted(SECTIONS))
     chosen = parser.parse_args()
     chosen.out.mkdir(parents=True, exist_ok=True)
+    begin = time.perf_counter()
+    import_engine()
+    print("import", round(time.perf_counter() - begin, 1), "s", flush=True)
     run = Run(chosen)
     for section in chosen.sections:
         begin = time.perf_counter()

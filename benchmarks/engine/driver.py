@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -19,37 +20,39 @@ from urllib.request import urlopen
 from gpu_environment import built_sources, gpu_environment
 from row_origin import commit, keep
 
+from .judge import judge
+from .worker import serve
+
 HERE = Path(__file__).resolve().parent
-OURS, PEER = "CUSTOM", "FLASH_ATTN"
+OURS, PEER, MLA_PEER = "CUSTOM", "FLASH_ATTN", "FLASH_ATTN_MLA"
+# Engines are forked from a process that has imported vLLM, which takes half a minute, and has not touched the GPU.
+PROCESSES = multiprocessing.get_context("fork")
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 
 
 class Engine:
-    """A worker process, asked by lines of JSON."""
+    """A vLLM in a process of its own, asked by commands; ``label`` names it in results."""
 
-    def __init__(self, folder: Path, name: str, options: Mapping[str, Any], **environment: str) -> None:
-        self.backend = options["attention_backend"]
-        self.log = folder / f"{name}.{self.backend}.log"
-        with self.log.open("w") as errors:
-            self._process = subprocess.Popen(
-                [sys.executable, str(HERE / "worker.py"), json.dumps(dict(options))],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                env={**os.environ, **surroundings(self.backend), **environment},
-            )
+    def __init__(
+        self, folder: Path, name: str, options: Mapping[str, Any], in_process: bool, **environment: str
+    ) -> None:
+        self.backend = self.label = options["attention_backend"]
+        self.log = folder / f"{name}.log"
+        self._connection, other = PROCESSES.Pipe()
+        around = {**surroundings(self.backend), **environment}
+        self._process = PROCESSES.Process(target=serve, args=(other, dict(options), in_process, self.log, around))
+        self._process.start()
+        other.close()
         self.started: dict[str, Any] = {}
 
     def __enter__(self) -> Engine:
         return self
 
     def __exit__(self, *_: object) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(timeout=20)
-        except subprocess.TimeoutExpired:
+        with suppress(OSError):
+            self._connection.send({"do": "stop"})
+        self._process.join(15)
+        if self._process.is_alive():
             self._process.kill()
 
     def wait(self) -> dict[str, Any]:
@@ -64,9 +67,7 @@ class Engine:
 
     def tell(self, do: str, **given: Any) -> None:
         """Send a command whose answer is asked for later."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"do": do, **given}) + "\n")
-        self._process.stdin.flush()
+        self._connection.send({"do": do, **given})
 
     def answer(self) -> dict[str, Any]:
         """The next answer.
@@ -74,11 +75,14 @@ class Engine:
         Raises:
             RuntimeError: the engine ended; the message has the end of its log.
         """
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"{self.backend} ended: {self.log.read_text()[-1500:]}")
-        answer: dict[str, Any] = json.loads(line)
+        while not self._connection.poll(0.5) and self._process.is_alive():
+            pass
+        try:
+            answer: dict[str, Any] = self._connection.recv() if self._connection.poll() else {}
+        except EOFError:
+            answer = {}
+        if not answer:
+            raise RuntimeError(f"{self.label} ended: {self.log.read_text()[-1500:]}")
         return answer
 
     def graphs(self) -> list[str]:
@@ -99,7 +103,7 @@ class Server:
     def __init__(self, folder: Path, model: Path, backend: str, port: int, cache_bytes: int) -> None:
         named = {"model": str(model), "served-model-name": "m", "host": "127.0.0.1", "port": str(port)}
         named |= {"attention-backend": backend, "max-model-len": "8192", "kv-cache-memory-bytes": str(cache_bytes)}
-        named |= {"compilation-config": json.dumps(GRAPHS)}
+        named |= {"compilation-config": json.dumps(GRAPHS), "gpu-memory-utilization": "0.05"}
         arguments = [part for name, value in named.items() for part in (f"--{name}", value)]
         self.port = port
         self.log = folder / f"server.{backend}.log"
@@ -147,13 +151,13 @@ class Run:
 
     def __init__(self, chosen: argparse.Namespace) -> None:
         self.out, self.models, self.rounds = chosen.out, chosen.models, chosen.rounds
-        self.names, self.cache_bytes = chosen.names, chosen.cache_bytes
+        self.names, self.cache_bytes, self.label = chosen.names, chosen.cache_bytes, chosen.label
         self.result: dict[str, Any] = {}
         self.path = self.out / "none"
 
     def begin(self, section: str) -> None:
         """A new result."""
-        self.path = self.out / f"vllm.{section}.json"
+        self.path = self.out / f"vllm.{section}{self.label}.json"
         self.result = {"schema": 1, "commit": commit(), "environment": gpu_environment(), "rows": []}
         self.result["environment"]["packages"]["vllm"] = version("vllm")
 
@@ -168,36 +172,79 @@ class Run:
         given = {"model": str(self.models / model), "attention_backend": backend, "compilation_config": GRAPHS}
         if model.endswith("-shape"):
             given["load_format"] = "dummy"
-        return {**given, "kv_cache_memory_bytes": self.cache_bytes, **more}
+        # Engines share the card: a small part of its memory suffices for a start, whatever the cache takes.
+        given |= {"kv_cache_memory_bytes": self.cache_bytes, "gpu_memory_utilization": 0.05}
+        return {**given, **more}
 
-    def pair(self, stack: ExitStack, model: str, environment: Mapping[str, str] = {}, **more: Any) -> list[Engine]:
-        """Both engines, started at the same time."""
-        engines = [
-            stack.enter_context(Engine(self.out, model, self.options(model, backend, **more), **environment))
-            for backend in (OURS, PEER)
-        ]
+    def pair(
+        self,
+        stack: ExitStack,
+        model: str,
+        in_process: bool = False,
+        environment: Mapping[str, str] = {},
+        more: Mapping[str, Mapping[str, Any]] = {},
+        **options: Any,
+    ) -> list[Engine]:
+        """Both backends and ``more`` variants, started at the same time."""
+        peer = MLA_PEER if model.startswith("deepseek") else PEER
+        return self.start(stack, model, {OURS: {}, peer: {}, **more}, in_process, environment, **options)
+
+    def start(
+        self,
+        stack: ExitStack,
+        model: str,
+        variants: Mapping[str, Mapping[str, Any]],
+        in_process: bool = False,
+        environment: Mapping[str, str] = {},
+        **options: Any,
+    ) -> list[Engine]:
+        """Engines that differ in some options, by labels that begin with the backend's name, started together."""
+        engines = []
+        for label, own in variants.items():
+            given = self.options(model, label.split()[0], **{**options, **own})
+            name = f"{self.path.stem}.{model}.{label.replace(' ', '_')}"
+            engine = Engine(self.out, name, given, in_process, **environment)
+            engine.label = label
+            engines.append(stack.enter_context(engine))
         for engine in engines:
             engine.wait()
         return engines
 
     def judged(self, engines: list[Engine], model: str, label: str) -> dict[str, Any]:
         """Errors of the engines' tokens beside float32; the engines run at the same time."""
-        files = {engine: self.out / f"tokens.{label}.{engine.backend}.json" for engine in engines}
-        for engine, path in files.items():
-            engine.tell("tokens", out=str(path))
-        made = {engine.backend: engine.answer() for engine in engines}
+        files = {each.label: self.out / f"tokens.{label}.{each.label.replace(' ', '_')}.json" for each in engines}
+        for engine in engines:
+            engine.tell("tokens", out=str(files[engine.label]))
+        made = {engine.label: engine.answer() for engine in engines}
         out = self.out / f"judged.{label}.json"
-        named = [f"{engine.backend}={path}" for engine, path in files.items()]
-        asked = [sys.executable, str(HERE / "judge.py"), str(self.models / model), str(out), *named]
-        ended = subprocess.run(asked, capture_output=True, text=True, check=False)
-        for path in files.values():
+        process = PROCESSES.Process(target=judge, args=(self.models / model, out, files))
+        process.start()
+        process.join()
+        result = json.loads(out.read_text()) if out.exists() else f"exit code {process.exitcode}"
+        for path in (out, *files.values()):
             path.unlink(missing_ok=True)
-        return {"made": made, "judge": json.loads(out.read_text()) if out.exists() else ended.stderr[-800:]}
+        return {"made": made, "judge": result}
 
     def both(self, engines: list[Engine]) -> dict[str, Any]:
         """What all rows of a pair have in common."""
         names = [name for engine in engines for name in engine.kernels()]
-        return {"start": {engine.backend: engine.started for engine in engines}, "cubins": dict(digests(names))}
+        return {"start": {engine.label: engine.started for engine in engines}, "cubins": dict(digests(names))}
+
+
+def import_engine() -> None:
+    """Import what every engine needs, before engines are forked.
+
+    Raises:
+        RuntimeError: that initialized CUDA, which no forked process could use then.
+    """
+    os.environ.update(surroundings(PEER))
+    import torch
+    import vllm.entrypoints.llm
+    import vllm.v1.engine.core
+    import vllm.v1.worker.gpu_worker  # noqa: F401
+
+    if torch.cuda.is_initialized():
+        raise RuntimeError("importing vLLM initialized CUDA")
 
 
 def surroundings(backend: str) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Which backend is nearer to float32: ``python judge.py MODEL OUT.json NAME=TOKENS.json...``.
+"""Which backend is nearer to float32.
 
 The model runs in float32 over each prompt and a run's tokens; the error is that of the logprob of each chosen token.
 """
@@ -6,33 +6,32 @@ The model runs in float32 over each prompt and a run's tokens; the error is that
 from __future__ import annotations
 
 import json
-import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 LONGEST = 4000
 
 
-def main() -> None:
-    """Judge each run and write its errors."""
+def judge(where: Path, out: Path, files: Mapping[str, Path]) -> None:
+    """Judge the run in each file, named by its backend, and write the errors."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    where, out, *files = sys.argv[1:]
     torch.backends.cuda.matmul.allow_tf32 = False
     model = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32, attn_implementation="eager").to("cuda")
-    runs = {name: json.loads(Path(path).read_text()) for name, _, path in (each.partition("=") for each in files)}
-    result: dict[str, Any] = {name: judged(model, run) for name, run in runs.items()}
+    runs = {name: json.loads(path.read_text()) for name, path in files.items()}
+    known: dict[tuple[int, ...], Any] = {}
+    result: dict[str, Any] = {name: _judged(model, run, known) for name, run in runs.items()}
     first, *others = runs
     for other in others:
         pairs = zip(runs[first]["requests"], runs[other]["requests"], strict=True)
         result[f"requests of {other} with the tokens of {first}"] = sum(a["tokens"] == b["tokens"] for a, b in pairs)
-    Path(out).write_text(json.dumps(result, indent=1) + "\n")
-    print(where, json.dumps(result))
+    out.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def judged(model: Any, run: Any) -> dict[str, Any]:
-    """The errors of one run."""
+def _judged(model: Any, run: Any, known: dict[tuple[int, ...], Any]) -> dict[str, Any]:
+    """The errors of one run; ``known``: the exact logprobs of runs before, by the tokens."""
     import torch
 
     errors: list[float] = []
@@ -41,14 +40,16 @@ def judged(model: Any, run: Any) -> dict[str, Any]:
         if len(prompt) > LONGEST:
             continue
         tokens = made["tokens"]
-        ids = torch.tensor([prompt + tokens[:-1]], device="cuda")
-        with torch.no_grad():
-            logits = model(ids, logits_to_keep=len(tokens)).logits[0].float()
-        exact = torch.log_softmax(logits, -1)
+        text = (*prompt, *tokens)
+        if text not in known:
+            with torch.no_grad():
+                logits = model(torch.tensor([text[:-1]], device="cuda"), logits_to_keep=len(tokens)).logits[0]
+            known[text] = torch.log_softmax(logits.float(), -1).cpu()
+        exact = known[text]
         chosen = exact[torch.arange(len(tokens)), torch.tensor(tokens)].tolist()
         of_run = [dict(map(tuple, given))[token] for token, given in zip(tokens, made["logprobs"], strict=True)]
         errors += [abs(one - other) for one, other in zip(chosen, of_run, strict=True)]
-        same += int((exact.argmax(-1).cpu() == torch.tensor(tokens)).sum())
+        same += int((exact.argmax(-1) == torch.tensor(tokens)).sum())
     errors.sort()
     return {
         "tokens": len(errors),
@@ -58,7 +59,3 @@ def judged(model: Any, run: Any) -> dict[str, Any]:
         "max_error": round(errors[-1], 5),
         "float32_chooses_the_same": same,
     }
-
-
-if __name__ == "__main__":
-    main()

@@ -24,6 +24,10 @@ QWEN = COMMON | {"hidden_size": 2048, "intermediate_size": 4096, "moe_intermedia
 QWEN |= {"num_attention_heads": 32, "num_key_value_heads": 4}
 GPT_OSS = COMMON | {"hidden_size": 2880, "intermediate_size": 2880, "head_dim": 64, "sliding_window": 128}
 GPT_OSS |= {"num_attention_heads": 64, "num_key_value_heads": 8, "num_experts_per_tok": 4}
+DEEPSEEK = COMMON | {"num_key_value_heads": 128, "num_attention_heads": 128, "n_group": 1, "topk_group": 1}
+DEEPSEEK |= {"hidden_size": 7168, "n_routed_experts": 8, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
+DEEPSEEK_SMALL = DEEPSEEK | {"hidden_size": 2048, "intermediate_size": 4096, "moe_intermediate_size": 768}
+DEEPSEEK_SMALL |= {"num_key_value_heads": 16, "num_attention_heads": 16, "q_lora_rank": 768}
 # The class of the configuration in transformers, and what it is made from.
 CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", LLAMA | {"num_hidden_layers": 4}),
@@ -34,15 +38,20 @@ CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3moe": ("Qwen3MoeConfig", QWEN | {"num_hidden_layers": 4, "num_experts": 16, "num_experts_per_tok": 4}),
     "qwen3moe-shape": ("Qwen3MoeConfig", QWEN | {"num_hidden_layers": 8, "num_experts": 128, "num_experts_per_tok": 8}),
     "gptoss": ("GptOssConfig", GPT_OSS | {"num_hidden_layers": 4, "num_local_experts": 8}),
+    "deepseek": ("DeepseekV3Config", DEEPSEEK_SMALL | {"num_hidden_layers": 4}),
+    "deepseek-shape": ("DeepseekV3Config", DEEPSEEK | {"num_hidden_layers": 8}),
+    "alibi-shape": ("BloomConfig", {"hidden_size": 1024, "n_layer": 2, "n_head": 8, "vocab_size": VOCABULARY}),
+    "wide-shape": ("LlamaConfig", LLAMA | {"num_hidden_layers": 2, "num_attention_heads": 8, "head_dim": 512}),
     "gptoss-shape": ("GptOssConfig", GPT_OSS | {"num_hidden_layers": 8, "num_local_experts": 32}),
 }
 
 
 def main() -> None:
-    """Write the models."""
-    folder, names = Path(sys.argv[1]), sys.argv[2:]
-    for name in names:
-        write(folder / name, name)
+    """Write the models, or without arguments print the names of all."""
+    if len(sys.argv) == 1:
+        print(*CONFIGURATIONS)
+    for name in sys.argv[2:]:
+        write(Path(sys.argv[1], name), name)
 
 
 def write(where: Path, name: str) -> None:

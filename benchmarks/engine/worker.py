@@ -1,8 +1,8 @@
-"""A vLLM that takes commands: ``python worker.py '{"model": ..., "attention_backend": ...}'``, arguments of ``LLM``.
+"""A vLLM that takes commands: ``serve`` runs it in a process of its own, forked from one that has imported vLLM.
 
-A command is a line of JSON on the standard input, ``{"do": NAME, ...}``; the answer is a line of JSON on the standard
-output. What vLLM prints goes to the standard error. ``ENGINE_IN_PROCESS=1`` keeps the engine in this process, where its
-host time and our runtime's counters can be read.
+A command is a dictionary, ``{"do": NAME, ...}``; the answer is one too, and has ``error`` where the command failed.
+What vLLM prints goes to a log. An engine *in its process* runs its steps there too, not in a process of vLLM's, so that
+its host time and our runtime's counters can be read.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-IN_PROCESS = os.environ.get("ENGINE_IN_PROCESS") == "1"
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(not IN_PROCESS))
-BEGAN = time.perf_counter()
 DEFAULTS = {"skip_tokenizer_init": True, "max_model_len": 8192, "dtype": "bfloat16", "seed": 0}
 DEFAULTS |= {"max_num_batched_tokens": 8192, "enable_prefix_caching": True, "disable_log_stats": True}
 # Around tiles, pages and windows.
@@ -58,23 +57,21 @@ class Clock:
 class Worker:
     """An engine and its commands, which are the methods without an underscore."""
 
-    def __init__(self, options: dict[str, Any]) -> None:
-        self._clock = Clock()
-        imported = time.perf_counter()
+    def __init__(self, options: dict[str, Any], in_process: bool) -> None:
+        self._clock, self._in_process = Clock(), in_process
         from vllm import LLM
+        from vllm.model_executor.models import registry
 
-        if IN_PROCESS:
+        # vLLM reads what a model can do in a new process, which imports vLLM again for as long as the start takes.
+        registry._run_in_subprocess = lambda asked: asked()
+        if in_process:
             self._time_attention(options["attention_backend"])
         begin = time.perf_counter()
         self._engine = LLM(**{**DEFAULTS, **options})
-        ready = time.perf_counter()
-        self.started = {
-            "import_seconds": round(begin - imported, 2),
-            "engine_seconds": round(ready - begin, 2),
-            "whole_seconds": round(ready - BEGAN, 2),
-            "ours_seconds": round(self._clock.seconds.get("_make_ready", 0.0), 3),
-            "ours_calls": self._clock.calls.get("_make_ready", 0),
-        }
+        self.started = {"engine_seconds": round(time.perf_counter() - begin, 2)}
+        if in_process and options["attention_backend"] == "CUSTOM":
+            self.started["ours_seconds"] = round(self._clock.seconds.get("_make_ready", 0.0), 3)
+            self.started["ours_calls"] = self._clock.calls.get("_make_ready", 0)
 
     def _time_attention(self, backend: str) -> None:
         if backend == "FLASH_ATTN":
@@ -83,8 +80,10 @@ class Worker:
         else:
             from cubin_runtime.integrations.vllm.backend import CubinRuntimeImpl as Impl
             from cubin_runtime.integrations.vllm.backend import CubinRuntimeMetadataBuilder as Builder
+            from cubin_runtime.launch.driver import Driver
 
             self._clock.wrap(Impl, "_make_ready")
+            self._clock.wrap(Driver, "allocate")
         self._clock.wrap(Impl, "forward")
         self._clock.wrap(Builder, "build")
 
@@ -135,16 +134,24 @@ class Worker:
         return {"seconds": seconds, **_memory(), **self.counters()}
 
     def counters(self) -> dict[str, Any]:
-        """What our runtime loaded and planned so far; nothing where the engine is another process."""
-        if not IN_PROCESS:
+        """What our runtime loaded, allocated, generated and planned so far; nothing where it is another process."""
+        if not self._in_process:
             return {}
         from cubin_runtime.attention.process import default
 
         made = default.runtime
         if made is None:
             return {}
+        from cubin_runtime.launch.compiled import _code
+
         stats = made.stats()
-        return {"loads": stats.loads, "fast_paths": stats.fast_paths, "plans": stats.plans_made}
+        return {
+            "loads": stats.loads,
+            "allocations": self._clock.calls.get("allocate", 0),
+            "functions": _code.cache_info().misses,
+            "fast_paths": stats.fast_paths,
+            "plans": stats.plans_made,
+        }
 
     def freeze(self) -> dict[str, Any]:
         """From here on, loading a kernel is an error."""
@@ -176,6 +183,28 @@ class Worker:
         self._generate(given, 1)
         return {"seconds": self._seconds(given, new)}
 
+    def abandoned(self, times: int) -> dict[str, Any]:
+        """Requests of which half are dropped in mid-generation, some times; a request's tokens before and after."""
+        from vllm import SamplingParams
+
+        chance, engine = random.Random(9), self._engine.llm_engine
+        mine = _prompt(chance, 700)
+        before = _logprobs(self._generate([mine], 16, logprobs=1)[0])
+        memory = [_memory()]
+        sampling = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True, detokenize=False)
+        for number in range(times):
+            names = [f"{number}.{each}" for each in range(8)]
+            for name in names:
+                prompt = {"prompt_token_ids": _prompt(chance, chance.randrange(1, 1500))}
+                engine.add_request(name, prompt, sampling)
+            for _ in range(chance.randrange(1, 12)):
+                engine.step()
+            engine.abort_request(names[::2])
+            while engine.has_unfinished_requests():
+                engine.step()
+        after = _logprobs(self._generate([mine], 16, logprobs=1)[0])
+        return {"dropped": 4 * times, "equal": before["tokens"] == after["tokens"], "memory": [*memory, _memory()]}
+
     def sleep(self, level: int) -> dict[str, Any]:
         """Put the engine to sleep and wake it; its tokens before and after."""
         chance = random.Random(3)
@@ -189,6 +218,10 @@ class Worker:
         self._engine.reset_prefix_cache()
         after = [_logprobs(each) for each in self._generate(given, 16, logprobs=1)]
         return {"equal": before == after, "asleep": asleep, "awake": _memory()}
+
+    def stop(self) -> None:
+        """End vLLM's own process, if there is one."""
+        self._engine.llm_engine.engine_core.shutdown()
 
     def _seconds(self, prompts: list[list[int]], new: int) -> float:
         begin = time.perf_counter()
@@ -224,20 +257,28 @@ def _memory() -> dict[str, int]:
     return {"host_mb": round(host / 1e6), "device_mb": sum(map(int, used))}
 
 
-def main() -> None:
-    """Start the engine, then serve commands until the input ends."""
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    worker = Worker(json.loads(sys.argv[1]))
-    answers.write(json.dumps(worker.started) + "\n")
-    for line in sys.stdin:
-        command = json.loads(line)
-        try:
-            answer = getattr(worker, command.pop("do"))(**command)
-        except Exception as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        answers.write(json.dumps(answer) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+def serve(
+    connection: Any, options: dict[str, Any], in_process: bool, log: Path, environment: Mapping[str, str]
+) -> None:
+    """Start an engine, then answer the commands of a connection until ``stop``."""
+    os.environ.update(environment, VLLM_ENABLE_V1_MULTIPROCESSING=str(int(not in_process)))
+    written = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    os.dup2(written, 1)
+    os.dup2(written, 2)
+    status = 0
+    try:
+        worker = Worker(options, in_process)
+        connection.send(worker.started)
+        while (command := connection.recv())["do"] != "stop":
+            try:
+                answer = getattr(worker, command.pop("do"))(**command)
+            except Exception as error:
+                traceback.print_exc()
+                answer = {"error": f"{type(error).__name__}: {error}"}
+            connection.send(answer)
+        worker.stop()
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    sys.stderr.flush()
+    os._exit(status)  # vLLM's threads would hold the process
