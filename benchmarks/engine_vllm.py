@@ -113,13 +113,13 @@ def host(run: Run) -> None:
 
 
 def drafters(run: Run) -> dict[str, dict[str, Any] | None]:
-    """No drafter; n-grams, whose drafts differ in number; chains of EAGLE; and the model itself, whose drafts hold."""
+    """N-grams, whose drafts differ in number; chains of EAGLE; the model itself, whose drafts hold; and no drafter."""
     four = {"num_speculative_tokens": 4}
     return {
-        "none": None,
         "n-gram": {**four, **NGRAM},
         "EAGLE": {**four, "method": "eagle", "model": str(run.models / "llama-eagle")},
         "the model": {**four, "method": "draft_model", "model": str(run.models / "llama")},
+        "none": None,
     }
 
 
@@ -127,22 +127,24 @@ def drafts(run: Run) -> None:
     """Jobs with drafts, in turns, and judged tokens."""
     jobs = {"1 x 512": [512], "16 x 512": [512] * 16, "64 x 1,024": [1024] * 64}
     for drafter, asked in drafters(run).items():
-        more = {} if asked is None else {"speculative_config": asked}
+        more = (
+            {"disable_log_stats": False} if asked is None else {"disable_log_stats": False, "speculative_config": asked}
+        )
         with ExitStack() as stack:
             try:
-                engines = run.pair(stack, "llama", **more)
+                engines = run.pair(stack, "llama", disable_log_stats=False, **more)
             except RuntimeError as error:
                 run.row(drafter=drafter, error=str(error)[-700:])
                 continue
             row = {"drafter": drafter, **run.both(engines), "graphs": {each.label: each.graphs() for each in engines}}
-            run.row(**row, **run.judged(engines, "llama", f"drafts.{drafter.replace(' ', '_')}"))
             for job, prompts in jobs.items():
                 rounds: dict[str, list[Any]] = {engine.label: [] for engine in engines}
                 for number in range(1 + run.rounds):
                     for engine in engines if number % 2 else engines[::-1]:
                         rounds[engine.label].append(engine.ask("drafts", prompts=prompts, new=128, seed=4))
                 best = {backend: min(each["seconds"] for each in times[1:]) for backend, times in rounds.items()}
-                run.row(drafter=drafter, job=job, best_seconds=best, ratio=round(best[PEER] / best[OURS], 4))
+                run.row(drafter=drafter, job=job, rounds=rounds, ratio=round(best[PEER] / best[OURS], 4))
+            run.row(**row, **run.judged(engines, "llama", f"drafts.{drafter.replace(' ', '_')}"))
 
 
 def refusals(run: Run) -> None:
@@ -210,8 +212,8 @@ def ranks(run: Run) -> None:
     for model in run.names or ("llama", "gptoss"):
         with ExitStack() as stack:
             engines = run.pair(stack, model, tensor_parallel_size=2)
-            run.row(model=model, ranks=2, **run.both(engines), **run.judged(engines, model, f"{model}.ranks"))
             _jobs(run, engines, {name: JOBS[name] for name in ("1 x 4,000 + 256", "64 x 1,024 + 256")}, model=model)
+            run.row(model=model, ranks=2, **run.both(engines), **run.judged(engines, model, f"{model}.ranks"))
 
 
 SECTIONS = {each.__name__: each for each in (tokens, figures, readiness, host, drafts, refusals, states, server, ranks)}

@@ -49,6 +49,10 @@ class Engine:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """End the process, if it is there."""
         with suppress(OSError):
             self._connection.send({"do": "stop"})
         self._process.join(15)
@@ -211,11 +215,13 @@ class Run:
         return engines
 
     def judged(self, engines: list[Engine], model: str, label: str) -> dict[str, Any]:
-        """Errors of the engines' tokens beside float32; the engines run at the same time."""
+        """Errors of the engines' tokens beside float32; the engines run at the same time, and have ended then."""
         files = {each.label: self.out / f"tokens.{label}.{each.label.replace(' ', '_')}.json" for each in engines}
         for engine in engines:
             engine.tell("tokens", out=str(files[engine.label]))
         made = {engine.label: engine.answer() for engine in engines}
+        for engine in engines:
+            engine.end()  # float32 takes the memory of two engines
         out = self.out / f"judged.{label}.json"
         process = PROCESSES.Process(target=judge, args=(self.models / model, out, files))
         process.start()

@@ -181,7 +181,18 @@ class Worker:
         chance = random.Random(seed)
         given = [(_prompt(chance, 24) * (length // 24 + 1))[:length] for length in prompts]
         self._generate(given, 1)
-        return {"seconds": self._seconds(given, new)}
+        before = self._drafted()
+        seconds = self._seconds(given, new)
+        return {"seconds": seconds, **{name: value - before.get(name, 0) for name, value in self._drafted().items()}}
+
+    def _drafted(self) -> dict[str, int]:
+        """How many drafts, draft tokens and accepted ones the engine counted; nothing without a drafter."""
+        counted = {}
+        for metric in self._engine.get_metrics():
+            name = metric.name.rpartition("spec_decode_num_")[2]
+            if name != metric.name and hasattr(metric, "value"):
+                counted[name] = counted.get(name, 0) + metric.value
+        return counted
 
     def abandoned(self, times: int) -> dict[str, Any]:
         """Requests of which half are dropped in mid-generation, some times; a request's tokens before and after."""
