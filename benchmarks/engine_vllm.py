@@ -188,9 +188,11 @@ def states(run: Run) -> None:
         engines = run.start(stack, model, chunks)
         run.row(model=model, state="chunks of prompts", **run.judged(engines, model, f"{model}.chunks"))
     with ExitStack() as stack:
-        variants = {f"{OURS} sleeps": {"enable_sleep_mode": True}, f"{OURS} drops": {}}
-        sleeps, drops = run.start(stack, model, variants)
-        run.row(model=model, state="sleep", answers=[sleeps.ask("sleep", level=level) for level in (1, 2)])
+        for name in run.names or (model, "gptoss"):
+            (sleeps,) = run.start(stack, name, {f"{OURS} sleeps": {"enable_sleep_mode": True}})
+            run.row(model=name, state="sleep", answers=[sleeps.ask("sleep", level=level) for level in (1, 2)])
+            sleeps.end()
+        (drops,) = run.start(stack, model, {f"{OURS} drops": {}})
         run.row(model=model, state="dropped requests", answer=drops.ask("abandoned", times=25))
     with ExitStack() as stack:
         engines = run.start(stack, model, {OURS: {"kv_cache_memory_bytes": 600_000_000}})
