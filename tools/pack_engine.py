@@ -1,11 +1,13 @@
-"""Pack a whole vLLM for a machine with SM90 GPUs, PyTorch 2.11 and no network, where benchmarks/engine_run.sh runs it.
+"""Pack a whole engine for a machine with SM90 GPUs, PyTorch 2.11 and no network: see benchmarks/engine_run.sh.
 
-    python tools/pack_engine.py build/engine.txz
+    python tools/pack_engine.py vllm build/vllm.txz
+    python tools/pack_engine.py sglang build/sglang.txz
 
-The archive has one folder, ``site``, for PYTHONPATH: vLLM 0.26.0, the last release for PyTorch 2.11, and the packages
-of ``vllm_packages.txt``, which come from the package index. Machine code that the benchmarks do not run is zeroed, so
-that 400 MB pack into 30: code for other GPUs, quantized matrix products, and of FlashAttention-3 what is not bf16 at
-head dimensions 64, 128 and 256. Nothing of this belongs into this repository.
+The archive has one folder, ``site``, for PYTHONPATH: the engine and the packages of ``vllm_packages.txt`` or
+``sglang_packages.txt``, which come from the package index. vLLM is 0.26.0, the last release for PyTorch 2.11; SGLang
+0.5.16 is one of those. Machine code that the benchmarks do not run is zeroed, so that 400 MB pack into 30: code for
+other GPUs, quantized matrix products of vLLM, and of its FlashAttention-3 what is not bf16 at head dimensions 64, 128
+and 256; SGLang's FlashAttention-3 and FlashMLA are left out. Nothing of this belongs into this repository.
 """
 
 from __future__ import annotations
@@ -22,27 +24,60 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-VLLM = "vllm==0.26.0"
 PYTHON = ("--python-version=3.12", "--implementation=cp")
 GLIBC = (17, 24, 26, 27, 28, 31, 34, 35)
 PLATFORMS = (
     *(f"--platform=manylinux_2_{minor}_x86_64" for minor in GLIBC),
     *("--platform=manylinux2014_x86_64", "--platform=manylinux1_x86_64"),
 )
-LEFT_OUT = (
-    *("vllm/vllm-rs", "vllm/third_party/deep_gemm/include", "vllm/third_party/fmha_sm100", "vllm/_qutlass_C.abi3.so"),
-    *("vllm/third_party/deep_gemm/_C.cpython-31[0134]*", "vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so", "xgrammar/lib"),
-    *("mistral_common/data", "pycountry/locales", "**/__pycache__"),
-)
+LEFT_OUT = ("xgrammar/lib", "mistral_common/data", "pycountry/locales", "**/__pycache__")
 FLASH_ATTENTION = "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so"
-LIBRARIES = ("vllm/_C_stable_libtorch.abi3.so", "vllm/_moe_C_stable_libtorch.abi3.so", FLASH_ATTENTION)
+
+
+class Engine(NamedTuple):
+    """What is packed: wheels; libraries with machine code, and the architectures whose code stays; what is left out.
+
+    Entries of containers that have exactly the architectures of ``unused`` are zeroed too.
+    """
+
+    wheels: tuple[str, ...]
+    libraries: tuple[str, ...]
+    architectures: frozenset[int]
+    unused: frozenset[int]
+    left_out: tuple[str, ...]
+
+
+ENGINES = {
+    "vllm": Engine(
+        ("vllm==0.26.0",),
+        ("vllm/_C_stable_libtorch.abi3.so", "vllm/_moe_C_stable_libtorch.abi3.so", FLASH_ATTENTION),
+        frozenset({90}),
+        frozenset({80, 90, 120}),
+        (
+            *("vllm/vllm-rs", "vllm/third_party/deep_gemm/include", "vllm/third_party/fmha_sm100"),
+            *("vllm/_qutlass_C.abi3.so", "vllm/third_party/deep_gemm/_C.cpython-31[0134]*"),
+            "vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so",
+        ),
+    ),
+    "sglang": Engine(
+        ("sglang==0.5.16", "sglang-kernel==0.4.5"),
+        ("sgl_kernel/sm90/common_ops.abi3.so",),
+        frozenset({80, 90}),
+        frozenset(),
+        (
+            "sgl_kernel/sm100",
+            "sgl_kernel/flash_ops.abi3.so",
+            "sgl_kernel/flashmla_ops.abi3.so",
+            "sgl_kernel/infllm_ops*",
+        ),
+    ),
+}
 
 # The header of a container of machine code (.nv_fatbin), and that of each of its entries: NVIDIA's fat binary format.
 MAGIC = struct.pack("<I", 0xBA55ED50)
 CONTAINER = struct.Struct("<IHHQ")
 ENTRY = struct.Struct("<HHIQ")
 CUBIN = 2
-QUANTIZED = {80, 90, 120}  # the architectures of quantized matrix products, and of nothing else
 
 
 class Entry(NamedTuple):
@@ -57,38 +92,40 @@ class Entry(NamedTuple):
 def main() -> None:
     """Write the archive."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("engine", choices=sorted(ENGINES))
     parser.add_argument("archive", type=Path)
-    archive = parser.parse_args().archive.resolve()
+    chosen = parser.parse_args()
+    engine, archive = ENGINES[chosen.engine], chosen.archive.resolve()
     with tempfile.TemporaryDirectory() as folder:
         wheels, site = Path(folder, "wheels"), Path(folder, "site")
-        needed = Path(__file__).with_name("vllm_packages.txt")
+        needed = Path(__file__).with_name(f"{chosen.engine}_packages.txt")
         pip = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "download", "--no-deps")
-        asked = (*pip, "--only-binary=:all:", *PYTHON, *PLATFORMS, "--dest", str(wheels), VLLM, "-r", str(needed))
-        subprocess.run(asked, check=True)
+        asked = (*pip, "--only-binary=:all:", *PYTHON, *PLATFORMS, "--dest", str(wheels), "-r", str(needed))
+        subprocess.run((*asked, *engine.wheels), check=True)
         for wheel in wheels.iterdir():
             with zipfile.ZipFile(wheel) as opened:
                 opened.extractall(site)
-        for path in [path for pattern in LEFT_OUT for path in site.glob(pattern)]:
+        for path in [path for pattern in (*LEFT_OUT, *engine.left_out) for path in site.glob(pattern)]:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-        for library in LIBRARIES:
-            (site / library).write_bytes(pruned((site / library).read_bytes(), library == FLASH_ATTENTION))
+        for library in engine.libraries:
+            (site / library).write_bytes(pruned((site / library).read_bytes(), engine, library == FLASH_ATTENTION))
         for path in site.rglob("*.so*"):
             path.chmod(0o755)
-            if "vllm" not in path.parts:  # whose machine code a strip would move
+            if not {"vllm", "sgl_kernel"}.intersection(path.parts):  # whose machine code a strip would move
                 subprocess.run(["strip", "--strip-unneeded", str(path)], stderr=subprocess.DEVNULL, check=False)
-        packing = {**os.environ, "XZ_OPT": "-T2 --lzma2=preset=9e,dict=64MiB"}
+        packing = {**os.environ, "XZ_OPT": "-T2 --lzma2=preset=9,dict=64MiB"}
         subprocess.run(["tar", "cJf", str(archive), "-C", folder, "--sort=name", "site"], check=True, env=packing)
     print(archive, archive.stat().st_size)
 
 
-def pruned(library: bytes, attention: bool) -> bytes:
-    """The library with zeros for the machine code that nothing here runs; ``attention``: it is FlashAttention's."""
+def pruned(library: bytes, engine: Engine, attention: bool) -> bytes:
+    """A library of the engine with zeros for machine code that nothing here runs; ``attention``: FlashAttention's."""
     data = bytearray(library)
     for entries in containers(library):
         cubins = {entry.architecture for entry in entries if entry.kind == CUBIN}
         for entry in entries:
-            ours = entry.kind == CUBIN and entry.architecture == 90 and cubins != QUANTIZED
-            if not ours or (attention and not _used(library[entry.begin : entry.end])):
+            kept = entry.kind == CUBIN and entry.architecture in engine.architectures and cubins != engine.unused
+            if not kept or (attention and not _used(library[entry.begin : entry.end])):
                 data[entry.begin : entry.end] = bytes(entry.end - entry.begin)
     return bytes(data)
 
