@@ -3,7 +3,7 @@
 Run by ``engine_run.sh`` on a machine with a Hopper GPU, with what ``tools/pack_engine.py`` packed on PYTHONPATH:
 ``python benchmarks/engine_vllm.py --out DIR --models DIR SECTION...``. Sections:
 
-* ``tokens``: greedy tokens of four models with random weights, judged in float32; bits of requests in crowds.
+* ``tokens``: greedy tokens of models with random weights, judged in float32; bits of requests in crowds.
 * ``figures``: jobs of models of real shapes; engines take turns, ``--rounds`` times.
 * ``readiness``: our part of the start; what 2,000 requests load, allocate and generate after 20.
 * ``host``: host time of a step's attention.
@@ -36,7 +36,7 @@ JOBS: dict[str, tuple[list[int], int]] = {
 }
 NGRAM = {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2}
 SHAPES = ("llama-shape", "gptoss-shape", "gemma3-shape", "qwen3moe-shape", "deepseek-shape")
-MODELS = ("llama", "gptoss", "gemma3", "qwen3moe", "deepseek")
+MODELS = ("llama", "gptoss", "gemma3", "qwen3moe", "deepseek", "gemma2")
 
 
 def tokens(run: Run) -> None:

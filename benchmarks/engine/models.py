@@ -18,6 +18,8 @@ LLAMA = COMMON | {"hidden_size": 4096, "intermediate_size": 14336, "num_attentio
 LLAMA |= {"rope_theta": 500000.0, "tie_word_embeddings": False}
 GEMMA = COMMON | {"head_dim": 256, "query_pre_attn_scalar": 256}
 GEMMA_4B = GEMMA | {"hidden_size": 2560, "intermediate_size": 6912, "num_attention_heads": 8, "num_key_value_heads": 4}
+# A cap that scores of random weights come near.
+GEMMA2 = GEMMA_4B | {"attn_logit_softcapping": 2.0, "sliding_window": 512, "num_hidden_layers": 6}
 GEMMA_12B = GEMMA | {"hidden_size": 3840, "intermediate_size": 15360, "num_attention_heads": 16}
 GEMMA_12B |= {"num_key_value_heads": 8}
 QWEN = COMMON | {"hidden_size": 2048, "intermediate_size": 4096, "moe_intermediate_size": 768, "head_dim": 128}
@@ -33,6 +35,7 @@ CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", LLAMA | {"num_hidden_layers": 4}),
     "llama-shape": ("LlamaConfig", LLAMA | {"num_hidden_layers": 32}),
     "llama-eagle": ("LlamaConfig", LLAMA | {"num_hidden_layers": 1}),
+    "gemma2": ("Gemma2Config", GEMMA2),
     "gemma3": ("Gemma3TextConfig", GEMMA_4B | {"num_hidden_layers": 6, "sliding_window": 512}),
     "gemma3-shape": ("Gemma3TextConfig", GEMMA_12B | {"num_hidden_layers": 8, "sliding_window": 1024}),
     "qwen3moe": ("Qwen3MoeConfig", QWEN | {"num_hidden_layers": 4, "num_experts": 16, "num_experts_per_tok": 4}),
