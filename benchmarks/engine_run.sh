@@ -1,17 +1,18 @@
 #!/usr/bin/env bash
-# Measurements of vLLM on a machine with a Hopper GPU and no network.
+# Measurements of vLLM or SGLang on a machine with a Hopper GPU and no network.
 #
-#   benchmarks/engine_run.sh ARCHIVE OUT SECTION...
+#   benchmarks/engine_run.sh vllm|sglang ARCHIVE OUT SECTION...
 #
-# ARCHIVE is what tools/pack_engine.py wrote; sections are those of benchmarks/engine_vllm.py, its options may stand
-# before them. Before: `make artifacts`, here or elsewhere, and the wheels of the package and of its accelerator in
+# ARCHIVE is what tools/pack_engine.py wrote; sections are those of benchmarks/engine_vllm.py or engine_sglang.py, whose
+# options may stand before them. Before: `make artifacts`, here or elsewhere, and the wheels of the package and of its accelerator in
 # .whl/. MODELS names models instead of those of a section. Several runs may go on at the same time.
 set -euo pipefail
-archive=$1 out=$2
-shift 2
+engine=$1 archive=$2 out=$3
+shift 3
 root=$(cd "$(dirname "$0")/.." && pwd)
-scratch=${ENGINE_SCRATCH:-${TMPDIR:-/tmp}/engine}
+scratch=${ENGINE_SCRATCH:-${TMPDIR:-/tmp}/$engine}
 python=${PYTHON:-python3}
+export ENGINE_SCRATCH=$scratch
 mkdir -p "$out" "$scratch"
 (
     flock 9
@@ -36,4 +37,4 @@ for name in $names; do
 done
 wait
 # shellcheck disable=SC2086
-exec "$python" "$root/benchmarks/engine_vllm.py" ${MODELS:+--names $MODELS} --out "$out" --models "$scratch/models" "$@"
+exec "$python" "$root/benchmarks/engine_$engine.py" ${MODELS:+--names $MODELS} --out "$out" --models "$scratch/models" "$@"

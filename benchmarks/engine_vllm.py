@@ -18,13 +18,13 @@ The result, ``vllm.SECTION.json``, is written after every row.
 
 from __future__ import annotations
 
-import argparse
-import time
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
-from engine.driver import OURS, PEER, Engine, Run, Server, import_engine
+from engine.driver import Run
+from engine.program import main
+from engine.turns import take_turns
+from engine.vllm_run import OURS, PEER, Server, VllmRun
 
 # Job: prompts, new tokens.
 JOBS: dict[str, tuple[list[int], int]] = {
@@ -56,35 +56,10 @@ def figures(run: Run) -> None:
         with ExitStack() as stack:
             engines = run.pair(stack, model)
             run.row(model=model, **run.both(engines))
-            _jobs(run, engines, JOBS, model=model)
+            take_turns(run, engines, JOBS, model=model)
             # As many prompts as an engine's cache has room for, up to 64.
             count = min(64, run.cache_bytes // (131072 * 4300))
-            _jobs(run, engines, {f"{count} x 4,096 + 128": ([4096] * count, 128)}, fresh=False, model=model)
-
-
-def _jobs(
-    run: Run, engines: list[Engine], jobs: dict[str, tuple[list[int], int]], fresh: bool = True, **named: Any
-) -> None:
-    """Jobs in turns, the last engine of a round first in the next; ``fresh``: with prompts that are not cached."""
-    for name, (prompts, new) in jobs.items():
-        for engine in engines:
-            engine.ask("job", prompts=prompts, new=min(new, 8), seed=1)
-        rounds: dict[str, list[Any]] = {engine.label: [] for engine in engines}
-        for number in range(run.rounds):
-            seed = 2 + number if fresh else 1
-            for engine in engines if number % 2 else engines[::-1]:
-                rounds[engine.label].append(engine.ask("job", prompts=prompts, new=new, seed=seed, fresh=fresh))
-        run.row(**named, job=name, rounds=rounds, ratios=_ratios(rounds))
-
-
-def _ratios(rounds: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
-    """The other backend's best time over ours, for the whole job and for its decodes."""
-    kinds = [kind for kind in ("whole", "decode") if all(kind in each for of in rounds.values() for each in of)]
-    best = {kind: {backend: min(each[kind] for each in rounds[backend]) for backend in rounds} for kind in kinds}
-    return {
-        kind: round(min(of for name, of in times.items() if name != OURS) / times[OURS], 4)
-        for kind, times in best.items()
-    }
+            take_turns(run, engines, {f"{count} x 4,096 + 128": ([4096] * count, 128)}, fresh=False, model=model)
 
 
 def readiness(run: Run) -> None:
@@ -160,19 +135,7 @@ def refusals(run: Run) -> None:
         "fp32": ("llama", {"dtype": "float32"}),
         "MLA with 20 draft tokens": ("deepseek", {"speculative_config": NGRAM | {"num_speculative_tokens": 20}}),
     }
-    with ExitStack() as stack:
-        engines = {}
-        for name, (model, more) in asked.items():
-            given = run.options(model, OURS, **more)
-            engines[name] = stack.enter_context(Engine(run.out, f"refused.{name.replace(' ', '_')}", given, False))
-        for name, engine in engines.items():
-            try:
-                engine.wait()
-                run.row(refused=name, line="it started")
-            except RuntimeError:
-                lines = engine.log.read_text().splitlines()
-                said = [line for line in lines if "not supported" in line or "UsageError" in line or "Error:" in line]
-                run.row(refused=name, lines=said[:3], end=lines[-1:])
+    run.refused(asked)
 
 
 def states(run: Run) -> None:
@@ -214,38 +177,14 @@ def ranks(run: Run) -> None:
     for model in run.names or ("llama", "gptoss"):
         with ExitStack() as stack:
             engines = run.pair(stack, model, tensor_parallel_size=2)
-            _jobs(run, engines, {name: JOBS[name] for name in ("1 x 4,000 + 256", "64 x 1,024 + 256")}, model=model)
+            take_turns(
+                run, engines, {name: JOBS[name] for name in ("1 x 4,000 + 256", "64 x 1,024 + 256")}, model=model
+            )
             run.row(model=model, ranks=2, **run.both(engines), **run.judged(engines, model, f"{model}.ranks"))
 
 
-SECTIONS = {each.__name__: each for each in (tokens, figures, readiness, host, drafts, refusals, states, server, ranks)}
-
-
-def main() -> None:
-    """Run the sections; one that fails ends as a row that says so."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--models", type=Path, required=True, help="folder of engine/models.py")
-    parser.add_argument("--names", nargs="*", help="models (those of the section)")
-    parser.add_argument("--label", default="", help="part of the names of results")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--cache-bytes", type=int, default=12_000_000_000, help="of an engine's cache (%(default)s)")
-    parser.add_argument("sections", nargs="+", choices=sorted(SECTIONS))
-    chosen = parser.parse_args()
-    chosen.out.mkdir(parents=True, exist_ok=True)
-    begin = time.perf_counter()
-    import_engine()
-    print("import", round(time.perf_counter() - begin, 1), "s", flush=True)
-    run = Run(chosen)
-    for section in chosen.sections:
-        begin = time.perf_counter()
-        run.begin(section)
-        try:
-            SECTIONS[section](run)
-        except Exception as error:
-            run.row(section=section, error=f"{type(error).__name__}: {error}")
-        print(section, round(time.perf_counter() - begin, 1), "s", flush=True)
+SECTIONS = (tokens, figures, readiness, host, drafts, refusals, states, server, ranks)
 
 
 if __name__ == "__main__":
-    main()
+    main(VllmRun, SECTIONS)

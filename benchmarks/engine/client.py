@@ -11,10 +11,11 @@ import time
 from typing import Any
 
 BURSTS, CLIENTS, NEW = 5, 24, 64
+BROKEN = 100  # clients that go away after a few tokens
 
 
-async def stream(session: Any, url: str, model: str, number: int) -> tuple[float, float, str]:
-    """Seconds to the first token, seconds between tokens, and the text of a request."""
+async def stream(session: Any, url: str, model: str, number: int, most: int = NEW) -> tuple[float, float, str]:
+    """Seconds to the first token, seconds between tokens, and the text of a request; it goes after ``most`` tokens."""
     begin = time.perf_counter()
     prompt = f"The quick brown fox {number} " * (1 + number * 7 % 40)
     asked = {"model": model, "prompt": prompt, "max_tokens": NEW, "temperature": 0, "stream": True, "ignore_eos": True}
@@ -25,6 +26,8 @@ async def stream(session: Any, url: str, model: str, number: int) -> tuple[float
             if line.startswith(b"data: {"):
                 first = first or time.perf_counter() - begin
                 text.append(json.loads(line[6:])["choices"][0]["text"])
+                if len(text) == most < NEW:
+                    break
     return first, (time.perf_counter() - begin - first) / max(1, len(text) - 1), "".join(text)
 
 
@@ -36,15 +39,22 @@ async def bursts(port: str, model: str) -> None:
     async with aiohttp.ClientSession() as session:
         await stream(session, url, model, 0)
         for burst in range(BURSTS):
-            made = await asyncio.gather(*(stream(session, url, model, 1000 * burst + n) for n in range(CLIENTS)))
-            row = {
-                "burst": burst,
-                "first_token_ms_p50": round(statistics.median(each[0] for each in made) * 1e3, 2),
-                "first_token_ms_max": round(max(each[0] for each in made) * 1e3, 2),
-                "between_tokens_ms_p50": round(statistics.median(each[1] for each in made) * 1e3, 3),
-                "texts_sha256": hashlib.sha256("\n".join(each[2] for each in made).encode()).hexdigest()[:16],
-            }
-            print(json.dumps(row), flush=True)
+            await together(session, url, model, str(burst), 1000 * burst)
+        await asyncio.gather(*(stream(session, url, model, number, 1 + number % 9) for number in range(BROKEN)))
+        await together(session, url, model, f"after {BROKEN} that broke off", 0)
+
+
+async def together(session: Any, url: str, model: str, name: str, first: int) -> None:
+    """A burst of clients; print its row."""
+    made = await asyncio.gather(*(stream(session, url, model, first + number) for number in range(CLIENTS)))
+    row = {
+        "burst": name,
+        "first_token_ms_p50": round(statistics.median(each[0] for each in made) * 1e3, 2),
+        "first_token_ms_max": round(max(each[0] for each in made) * 1e3, 2),
+        "between_tokens_ms_p50": round(statistics.median(each[1] for each in made) * 1e3, 3),
+        "texts_sha256": hashlib.sha256("\n".join(each[2] for each in made).encode()).hexdigest()[:16],
+    }
+    print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

@@ -6,41 +6,62 @@ import argparse
 import json
 import multiprocessing
 import os
-import subprocess
 import sys
-import time
-from collections.abc import Iterator, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
 from typing import Any
-from urllib.request import urlopen
 
 from gpu_environment import built_sources, gpu_environment
 from row_origin import commit, keep
 
+from .commands import Requests
 from .judge import judge
-from .worker import serve
 
 HERE = Path(__file__).resolve().parent
-OURS, PEER, MLA_PEER = "CUSTOM", "FLASH_ATTN", "FLASH_ATTN_MLA"
-# Engines are forked from a process that has imported vLLM, which takes half a minute, and has not touched the GPU.
+# Engines are forked from a process that has imported theirs, which takes half a minute, and has not touched the GPU.
 PROCESSES = multiprocessing.get_context("fork")
-GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+
+
+def serve(connection: Any, make: Callable[[], Requests], log: Path, environment: Mapping[str, str]) -> None:
+    """Make an engine, then answer the commands of a connection until ``stop``."""
+    os.environ.update(environment)
+    written = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    os.dup2(written, 1)
+    os.dup2(written, 2)
+    status = 0
+    try:
+        worker = make()
+        connection.send(worker.started)
+        while (command := connection.recv())["do"] != "stop":
+            try:
+                answer = getattr(worker, command.pop("do"))(**command)
+            except Exception as error:
+                traceback.print_exc()
+                answer = {"error": f"{type(error).__name__}: {error}"}
+            connection.send(answer)
+        worker.stop()
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    sys.stderr.flush()
+    os._exit(status)  # the engine's threads would hold the process
 
 
 class Engine:
-    """A vLLM in a process of its own, asked by commands; ``label`` names it in results."""
+    """An engine in a process of its own, asked by commands; ``label`` names it in results.
 
-    def __init__(
-        self, folder: Path, name: str, options: Mapping[str, Any], in_process: bool, **environment: str
-    ) -> None:
-        self.backend = self.label = options["attention_backend"]
-        self.log = folder / f"{name}.log"
+    A command is a dictionary, ``{"do": NAME, ...}``; the answer is one too, and has ``error`` where the command failed.
+    What the engine prints goes to a log.
+    """
+
+    def __init__(self, label: str, log: Path, make: Callable[[], Requests], environment: Mapping[str, str]) -> None:
+        self.label, self.log = label, log
         self._connection, other = PROCESSES.Pipe()
-        around = {**surroundings(self.backend), **environment}
-        self._process = PROCESSES.Process(target=serve, args=(other, dict(options), in_process, self.log, around))
+        self._process = PROCESSES.Process(target=serve, args=(other, make, log, environment))
         self._process.start()
         other.close()
         self.started: dict[str, Any] = {}
@@ -97,61 +118,14 @@ class Engine:
 
     def kernels(self) -> list[str]:
         """The kernels that our backend's log line names."""
-        lines = [line for line in self.log.read_text().splitlines() if "cubin_runtime: layers of" in line]
+        lines = [line for line in self.log.read_text().splitlines() if "cubin_runtime: " in line and " run on " in line]
         return sorted({name for line in lines for name in line.rpartition("run on ")[2].split(", ")})
-
-
-class Server:
-    """vLLM's HTTP server of a model."""
-
-    def __init__(self, folder: Path, model: Path, backend: str, port: int, cache_bytes: int) -> None:
-        named = {"model": str(model), "served-model-name": "m", "host": "127.0.0.1", "port": str(port)}
-        named |= {"attention-backend": backend, "max-model-len": "8192", "kv-cache-memory-bytes": str(cache_bytes)}
-        named |= {"compilation-config": json.dumps(GRAPHS), "gpu-memory-utilization": "0.05"}
-        arguments = [part for name, value in named.items() for part in (f"--{name}", value)]
-        self.port = port
-        self.log = folder / f"server.{backend}.log"
-        with self.log.open("w") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments],
-                stdout=log,
-                stderr=log,
-                env={**os.environ, **surroundings(backend)},
-            )
-
-    def __enter__(self) -> Server:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.terminate()
-        try:
-            self._process.wait(timeout=15)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-
-    def wait(self, seconds: int = 120) -> float:
-        """Wait until the server answers; how long that took.
-
-        Raises:
-            RuntimeError: it ended, or took longer; the message has the end of its log.
-        """
-        begin = time.perf_counter()
-        while (passed := time.perf_counter() - begin) < seconds and self._process.poll() is None:
-            with suppress(OSError), urlopen(f"http://127.0.0.1:{self.port}/health", timeout=1):
-                return round(passed, 1)
-            time.sleep(0.2)
-        raise RuntimeError(f"the server is not there: {self.log.read_text()[-1500:]}")
-
-    def bursts(self) -> list[dict[str, Any]]:
-        """What streaming clients measured."""
-        asked = [sys.executable, str(HERE / "client.py"), str(self.port), "m"]
-        ended = subprocess.run(asked, capture_output=True, text=True, check=False, timeout=120)
-        rows: list[dict[str, Any]] = [json.loads(line) for line in ended.stdout.splitlines()]
-        return rows or [{"error": ended.stderr[-800:]}]
 
 
 class Run:
     """Where models are, where results go, and how much memory a cache may take."""
+
+    engine = ours = ""
 
     def __init__(self, chosen: argparse.Namespace) -> None:
         self.out, self.models, self.rounds = chosen.out, chosen.models, chosen.rounds
@@ -161,9 +135,9 @@ class Run:
 
     def begin(self, section: str) -> None:
         """A new result."""
-        self.path = self.out / f"vllm.{section}{self.label}.json"
+        self.path = self.out / f"{self.engine}.{section}{self.label}.json"
         self.result = {"schema": 1, "commit": commit(), "environment": gpu_environment(), "rows": []}
-        self.result["environment"]["packages"]["vllm"] = version("vllm")
+        self.result["environment"]["packages"][self.engine] = version(self.engine)
 
     def row(self, **row: Any) -> None:
         """Add a row, and write the result."""
@@ -171,14 +145,25 @@ class Run:
         keep(self.result, self.path)
         print(json.dumps({key: value for key, value in row.items() if key != "kernels"}), flush=True)
 
+    def peer_of(self, model: str) -> str:
+        """The engine's own backend beside ours."""
+        raise NotImplementedError
+
+    def maker(self, options: dict[str, Any], in_process: bool) -> Callable[[], Requests]:
+        """What makes an engine in the process that calls it."""
+        raise NotImplementedError
+
     def options(self, model: str, backend: str, **more: Any) -> dict[str, Any]:
-        """Arguments of ``LLM``."""
-        given = {"model": str(self.models / model), "attention_backend": backend, "compilation_config": GRAPHS}
-        if model.endswith("-shape"):
-            given["load_format"] = "dummy"
-        # Engines share the card: a small part of its memory suffices for a start, whatever the cache takes.
-        given |= {"kv_cache_memory_bytes": self.cache_bytes, "gpu_memory_utilization": 0.05}
-        return {**given, **more}
+        """Arguments of an engine."""
+        raise NotImplementedError
+
+    def surroundings(self, backend: str) -> dict[str, str]:
+        """Variables of an engine's process."""
+        raise NotImplementedError
+
+    def import_engine(self) -> None:
+        """Import what every engine needs, before engines are forked."""
+        raise NotImplementedError
 
     def pair(
         self,
@@ -190,8 +175,8 @@ class Run:
         **options: Any,
     ) -> list[Engine]:
         """Both backends and ``more`` variants, started at the same time."""
-        peer = MLA_PEER if model.startswith("deepseek") else PEER
-        return self.start(stack, model, {OURS: {}, peer: {}, **more}, in_process, environment, **options)
+        variants = {self.ours: {}, self.peer_of(model): {}, **more}
+        return self.start(stack, model, variants, in_process, environment, **options)
 
     def start(
         self,
@@ -200,18 +185,20 @@ class Run:
         variants: Mapping[str, Mapping[str, Any]],
         in_process: bool = False,
         environment: Mapping[str, str] = {},
+        wait: bool = True,
         **options: Any,
     ) -> list[Engine]:
         """Engines that differ in some options, by labels that begin with the backend's name, started together."""
         engines = []
         for label, own in variants.items():
-            given = self.options(model, label.split()[0], **{**options, **own})
-            name = f"{self.path.stem}.{model}.{label.replace(' ', '_')}"
-            engine = Engine(self.out, name, given, in_process, **environment)
-            engine.label = label
-            engines.append(stack.enter_context(engine))
-        for engine in engines:
-            engine.wait()
+            backend = label.split()[0]
+            log = self.out / f"{self.path.stem}.{model}.{label.replace(' ', '_')}.log"
+            make = self.maker(self.options(model, backend, **{**options, **own}), in_process)
+            around = {**self.surroundings(backend), **environment}
+            engines.append(stack.enter_context(Engine(label, log, make, around)))
+        if wait:
+            for engine in engines:
+                engine.wait()
         return engines
 
     def judged(self, engines: list[Engine], model: str, label: str) -> dict[str, Any]:
@@ -231,34 +218,30 @@ class Run:
             path.unlink(missing_ok=True)
         return {"made": made, "judge": result}
 
+    def refused(self, asked: Mapping[str, tuple[str, dict[str, Any]]]) -> None:
+        """Start engines of ours, named models with options, that should refuse it; a row says why each did."""
+        with ExitStack() as stack:
+            engines = {}
+            for name, (model, more) in asked.items():
+                (engines[name],) = self.start(stack, model, {f"{self.ours} {name}": {}}, wait=False, **more)
+            for name, engine in engines.items():
+                try:
+                    engine.wait()
+                    self.row(refused=name, line="it started")
+                except RuntimeError:
+                    lines = engine.log.read_text().splitlines()
+                    said = [line for line in lines if "not supported" in line or "UsageError" in line]
+                    self.row(refused=name, lines=(said or [line for line in lines if "Error" in line])[:3])
+
     def both(self, engines: list[Engine]) -> dict[str, Any]:
         """What all rows of a pair have in common."""
         names = [name for engine in engines for name in engine.kernels()]
         return {"start": {engine.label: engine.started for engine in engines}, "cubins": dict(digests(names))}
 
 
-def import_engine() -> None:
-    """Import what every engine needs, before engines are forked.
-
-    Raises:
-        RuntimeError: that initialized CUDA, which no forked process could use then.
-    """
-    os.environ.update(surroundings(PEER))
-    import torch
-    import vllm.entrypoints.llm
-    import vllm.v1.engine.core
-    import vllm.v1.worker.gpu_worker  # noqa: F401
-
-    if torch.cuda.is_initialized():
-        raise RuntimeError("importing vLLM initialized CUDA")
-
-
-def surroundings(backend: str) -> dict[str, str]:
-    """Variables of an engine's process: no network, and caches that the other engine does not share."""
-    scratch = Path(os.environ.get("ENGINE_SCRATCH", Path(gettempdir(), "engine")))
-    caches = {name: str(scratch / f"{name}.{backend}") for name in ("VLLM_CACHE_ROOT", "TRITON_CACHE_DIR")}
-    alone = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
-    return {**caches, **alone, "VLLM_PLUGINS": "cubin_runtime"}
+def scratch() -> Path:
+    """Where caches of engines are."""
+    return Path(os.environ.get("ENGINE_SCRATCH", Path(gettempdir(), "engine")))
 
 
 def digests(names: list[str]) -> Iterator[tuple[str, str]]:

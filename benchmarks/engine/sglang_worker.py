@@ -1,0 +1,56 @@
+"""An SGLang that takes commands."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from .commands import Requests
+
+DEFAULTS = {"skip_tokenizer_init": True, "context_length": 8192, "dtype": "bfloat16", "random_seed": 0}
+DEFAULTS |= {"page_size": 64, "sampling_backend": "pytorch", "log_level": "info", "chunked_prefill_size": 4096}
+# Engines share the card: tokens, not a part of its memory, say how large a cache is.
+DEFAULTS |= {"mem_fraction_static": 0.8, "cuda_graph_max_bs_decode": 64}
+
+
+class Worker(Requests):
+    """An engine and its commands, which are the methods without an underscore."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        import sglang
+
+        begin = time.perf_counter()
+        self._engine = sglang.Engine(**{**DEFAULTS, **options})
+        self._counted = {"accepted_tokens": 0, "draft_tokens": 0}
+        self.started = {"engine_seconds": round(time.perf_counter() - begin, 2)}
+
+    def stop(self) -> None:
+        """End SGLang's own processes."""
+        self._engine.shutdown()
+
+    def _drafted(self) -> dict[str, int]:
+        """How many draft tokens were accepted so far, and how many there were."""
+        return dict(self._counted)
+
+    def _generate(self, prompts: list[list[int]], new: int, logprobs: int = 0) -> list[dict[str, Any]]:
+        made = self._engine.generate(
+            input_ids=prompts,
+            sampling_params={"temperature": 0.0, "max_new_tokens": new, "ignore_eos": True},
+            return_logprob=logprobs > 0,
+            top_logprobs_num=logprobs,
+        )
+        for each in made:
+            self._counted["accepted_tokens"] += each["meta_info"].get("spec_accepted_drafts", 0)
+            self._counted["draft_tokens"] += each["meta_info"].get("spec_proposed_drafts", 0)
+        return [_tokens(each, logprobs) for each in made]
+
+
+def _tokens(made: dict[str, Any], logprobs: int) -> dict[str, Any]:
+    """Tokens of a request, and of each step the pairs of its own token and of the most probable ones."""
+    own = made["meta_info"].get("output_token_logprobs", []) if logprobs else []
+    top = made["meta_info"].get("output_top_logprobs", []) if logprobs else []
+    steps = [[first, *(others or ())] for first, others in zip(own, top or [()] * len(own), strict=True)]
+    return {
+        "tokens": list(made["output_ids"]),
+        "logprobs": [[(token, value) for value, token, *_ in step] for step in steps],
+    }

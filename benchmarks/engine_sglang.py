@@ -1,0 +1,132 @@
+"""SGLang on our attention backend beside SGLang on Triton: the same requests, in turns, on the same GPU.
+
+Run by ``engine_run.sh`` with what ``tools/pack_engine.py`` packed, with the options of ``engine_vllm.py``. Sections:
+
+* ``tokens``: greedy tokens of models with random weights, with graphs and without, judged in float32.
+* ``deterministic``: bits of requests in crowds, with deterministic inference.
+* ``drafts``: jobs with n-gram drafts, and judged tokens.
+* ``figures``: jobs of models of real shapes; engines take turns, ``--rounds`` times.
+* ``refusals``: what is refused at start, with its reason.
+
+The result, ``sglang.SECTION.json``, is written after every row.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+from engine.commands import Requests
+from engine.driver import Run, scratch
+from engine.program import main
+from engine.sglang_worker import Worker
+from engine.turns import take_turns
+
+OURS, PEER = "cubin_runtime", "triton"
+MODELS = ("llama", "deepseek", "gptoss", "gemma3")
+NGRAM: dict[str, Any] = {
+    "speculative_algorithm": "NGRAM",
+    "speculative_num_draft_tokens": 5,
+    "speculative_ngram_max_bfs_breadth": 1,
+}
+JOBS = {"1 x 4,000 + 128": ([4000], 128), "64 x 1,024 + 128": ([1024] * 64, 128), "16 x 7,000 + 96": ([7000] * 16, 96)}
+
+
+class SglangRun(Run):
+    """A run of SGLang."""
+
+    engine, ours = "sglang", OURS
+
+    def peer_of(self, model: str) -> str:
+        """Triton."""
+        return PEER
+
+    def maker(self, options: dict[str, Any], in_process: bool) -> Callable[[], Requests]:
+        """What makes an engine in the process that calls it."""
+        return partial(Worker, options)
+
+    def options(self, model: str, backend: str, **more: Any) -> dict[str, Any]:
+        """Arguments of ``sglang.Engine``."""
+        given: dict[str, Any] = {"model_path": str(self.models / model), "attention_backend": backend}
+        given["max_total_tokens"] = 160_000 if model.endswith("-shape") else 60_000
+        if model.endswith("-shape"):
+            given["load_format"] = "dummy"
+        if model.startswith(("gptoss", "gemma")):
+            given["disable_hybrid_swa_memory"] = True
+        return {**given, **more}
+
+    def surroundings(self, backend: str) -> dict[str, str]:
+        """Variables of an engine's process: no network, and a cache that the other engine does not share."""
+        return {"HF_HUB_OFFLINE": "1", "SGLANG_PLUGINS": OURS, "TRITON_CACHE_DIR": str(scratch() / f"triton.{backend}")}
+
+    def import_engine(self) -> None:
+        """Import what every engine needs, and show nvcc the headers of CCCL, which SGLang's own kernels include."""
+        found = glob.glob("/usr/local/cuda*/targets/x86_64-linux/include/cccl")
+        os.environ["CPLUS_INCLUDE_PATH"] = ":".join([*found, *os.environ.get("CPLUS_INCLUDE_PATH", "").split(":")])
+        os.environ.update(self.surroundings(OURS))
+        import sglang.srt.entrypoints.engine  # noqa: F401
+
+
+def tokens(run: Run) -> None:
+    """Judged tokens, model by model."""
+    for model in run.names or MODELS:
+        with ExitStack() as stack:
+            try:
+                engines = run.pair(stack, model, more={f"{OURS} eager": {"disable_cuda_graph": True}})
+                run.row(model=model, **run.both(engines), **run.judged(engines, model, model))
+            except RuntimeError as error:
+                run.row(model=model, error=str(error))
+
+
+def deterministic(run: Run) -> None:
+    """Crowds, with deterministic inference."""
+    model = (run.names or ("llama",))[0]
+    with ExitStack() as stack:
+        engines = run.pair(stack, model, enable_deterministic_inference=True)
+        for engine in engines:
+            engine.tell("crowd", times=10)
+        run.row(model=model, **run.both(engines), crowds={engine.label: engine.answer() for engine in engines})
+
+
+def drafts(run: Run) -> None:
+    """Jobs with drafts, in turns, and judged tokens."""
+    with ExitStack() as stack:
+        engines = run.pair(stack, "llama", **NGRAM)
+        for job, prompts in {"1 x 512": [512], "16 x 512": [512] * 16}.items():
+            rounds: dict[str, list[Any]] = {engine.label: [] for engine in engines}
+            for _ in range(1 + run.rounds):
+                for engine in engines:
+                    rounds[engine.label].append(engine.ask("drafts", prompts=prompts, new=128, seed=4))
+            run.row(drafter="n-gram", job=job, rounds=rounds)
+        row = {"drafter": "n-gram", **run.both(engines)}
+        run.row(**row, **run.judged(engines, "llama", "drafts"))
+
+
+def figures(run: Run) -> None:
+    """Jobs in turns."""
+    for model in run.names or ("llama-shape",):
+        with ExitStack() as stack:
+            engines = run.pair(stack, model)
+            run.row(model=model, **run.both(engines))
+            take_turns(run, engines, JOBS, model=model)
+
+
+def refusals(run: Run) -> None:
+    """What is refused at start: the line of the engine's log that says why."""
+    trees = {**NGRAM, "speculative_ngram_max_bfs_breadth": 4}
+    run.refused(
+        {
+            "hierarchical cache": ("llama", {"enable_hierarchical_cache": True}),
+            "a page of one token": ("llama", {"page_size": 1}),
+            "fp8 cache": ("llama", {"kv_cache_dtype": "fp8_e4m3"}),
+            "trees of draft tokens": ("llama", trees),
+        }
+    )
+
+
+if __name__ == "__main__":
+    main(SglangRun, (tokens, deterministic, drafts, figures, refusals))
