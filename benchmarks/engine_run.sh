@@ -4,8 +4,8 @@
 #   benchmarks/engine_run.sh vllm|sglang ARCHIVE OUT SECTION...
 #
 # ARCHIVE is what tools/pack_engine.py wrote; sections are those of benchmarks/engine_vllm.py or engine_sglang.py, whose
-# options may stand before them. Before: `make artifacts`, here or elsewhere, and the wheels of the package and of its accelerator in
-# .whl/. MODELS names models instead of those of a section. Several runs may go on at the same time.
+# options may stand before them. Before: `make artifacts`, here or elsewhere, and the wheels of the package and of its
+# accelerator in .whl/. MODELS names models instead of those of a section. Several runs may go on at the same time.
 set -euo pipefail
 engine=$1 archive=$2 out=$3
 shift 3

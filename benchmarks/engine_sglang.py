@@ -64,11 +64,10 @@ class SglangRun(Run):
         return {"HF_HUB_OFFLINE": "1", "SGLANG_PLUGINS": OURS, "TRITON_CACHE_DIR": str(scratch() / f"triton.{backend}")}
 
     def import_engine(self) -> None:
-        """Import what every engine needs, and show nvcc the headers of CCCL, which SGLang's own kernels include."""
+        """Show nvcc the headers of CCCL, which SGLang's kernels include; importing SGLang would initialize CUDA."""
         found = glob.glob("/usr/local/cuda*/targets/x86_64-linux/include/cccl")
-        os.environ["CPLUS_INCLUDE_PATH"] = ":".join([*found, *os.environ.get("CPLUS_INCLUDE_PATH", "").split(":")])
-        os.environ.update(self.surroundings(OURS))
-        import sglang.srt.entrypoints.engine  # noqa: F401
+        others = os.environ.get("CPLUS_INCLUDE_PATH", "").split(":")
+        os.environ["CPLUS_INCLUDE_PATH"] = ":".join([*found, *filter(None, others)])
 
 
 def tokens(run: Run) -> None:

@@ -65,10 +65,9 @@ ENGINES = {
         frozenset({80, 90}),
         frozenset(),
         (
-            "sgl_kernel/sm100",
-            "sgl_kernel/flash_ops.abi3.so",
-            "sgl_kernel/flashmla_ops.abi3.so",
-            "sgl_kernel/infllm_ops*",
+            *("sgl_kernel/sm100", "sgl_kernel/flash_ops.abi3.so", "sgl_kernel/flashmla_ops.abi3.so"),
+            *("sgl_kernel/infllm_ops*", "sglang/multimodal_gen", "sglang/srt/grpc/*.so"),
+            "torchao/_C_cutlass_90a.abi3.so",
         ),
     ),
 }
