@@ -83,3 +83,10 @@ def test_no_word_means_everything(machine: Machine) -> None:
 def test_a_word_that_is_no_step_is_refused_before_anything_runs(machine: Machine) -> None:
     assert machine.run("decode", "moe") == 2
     assert not machine.calls.exists()
+
+
+def test_the_tests_of_two_gpus_run_alone(machine: Machine) -> None:
+    assert machine.run("multi_gpu") == 0
+    (tests,) = [call for call in machine.calls.read_text().splitlines() if call.startswith("-m pytest")]
+    assert tests.endswith("-m multi_gpu tests/gpu")
+    assert machine.benchmarks(compiled=False) == []

@@ -2,6 +2,7 @@
 # Tests, sanitizers and benchmarks on a machine with a GPU, in one go; it changes no setting of the card.
 #
 #   tools/gpu_run.sh [tests] [memcheck] [initcheck] [synccheck] [racecheck] [benchmarks]     (no word: all of these)
+#   tools/gpu_run.sh multi_gpu          (the tests that need two GPUs, alone)
 #   tools/gpu_run.sh decode:gqa,fp8     (the benchmark of the decode alone, and of its sections those; decode: all)
 #   tools/gpu_run.sh mla                (that of the MLA decode alone; decode mla: both, one after the other)
 #   tools/gpu_run.sh prefill            (that of context attention alone)
@@ -19,9 +20,11 @@ python=${PYTHON:-python3}
 [ $# -gt 0 ] || set -- tests memcheck initcheck synccheck racecheck benchmarks
 for word in "$@"; do
     case $word in
-    tests | memcheck | initcheck | synccheck | racecheck | benchmarks | decode | decode:* | mla | prefill | profile) ;;
+    tests | multi_gpu | memcheck | initcheck | synccheck | racecheck) ;;
+    benchmarks | decode | decode:* | mla | prefill | profile) ;;
     *)
-        echo "gpu_run.sh: '$word' is no step: tests memcheck initcheck synccheck racecheck benchmarks decode mla prefill profile" >&2
+        echo "gpu_run.sh: '$word' is no step: tests multi_gpu memcheck initcheck synccheck racecheck benchmarks decode mla prefill" \
+            "profile" >&2
         exit 2
         ;;
     esac
@@ -61,23 +64,25 @@ sanitize() { # tool
     step "$1" "$1.log" compute-sanitizer --tool "$1" --error-exitcode 86 "$python" tests/gpu/sanitizer_cases.py
 }
 
-run_tests() {
-    local workers=()
+run_tests() { # step, options of pytest...
+    local name=$1 workers=()
+    shift
     "$python" -c 'import xdist' 2>/dev/null && workers=(-n "${WORKERS:-6}")
     CUBIN_RUNTIME_GPU_OUT=$out OPENBLAS_NUM_THREADS=2 \
-        step tests tests.log "$python" -m pytest -p no:cacheprovider -p cubin_runtime.testing.plugin \
-            -q "${workers[@]}" tests/gpu || return 1
+        step "$name" "$name.log" "$python" -m pytest -p no:cacheprovider -p cubin_runtime.testing.plugin \
+            -q "${workers[@]}" "$@" tests/gpu || return 1
     # Tests that all skipped are no proof.
-    grep -Eq '[0-9]+ passed' "$out/tests.log" || { echo "gpu_run.sh: no GPU test ran" >&2 && return 1; }
+    grep -Eq '[0-9]+ passed' "$out/$name.log" || { echo "gpu_run.sh: no GPU test ran" >&2 && return 1; }
 }
 
-rm -f "$out"/{tests,memcheck,initcheck,synccheck,racecheck,compile_decode,compile_mla,compile_prefill,benchmarks,profile}.log
+rm -f "$out"/{tests,multi_gpu,memcheck,initcheck,synccheck,racecheck,compile_decode,compile_mla,compile_prefill,benchmarks,profile}.log
 
 jobs=()
 declare -A peers=() # benchmarks whose peers are compiled ahead, each once
 for word in "$@"; do
     case $word in
-    tests) run_tests & jobs+=($!) ;;
+    tests) run_tests tests & jobs+=($!) ;;
+    multi_gpu) run_tests multi_gpu -m multi_gpu & jobs+=($!) ;;
     memcheck | initcheck | synccheck | racecheck) sanitize "$word" & jobs+=($!) ;;
     benchmarks) peers[decode]=1 peers[mla]=1 peers[prefill]=1 ;;
     decode | decode:*) peers[decode]=1 ;;
@@ -115,12 +120,14 @@ for word in "$@"; do
 done
 
 "$python" - "$scratch/steps.tsv" "$out/gpu_run.json" <<'PYTHON' || failed=1
+import hashlib
 import json
 import sys
 from pathlib import Path
 
 sys.path.insert(0, "benchmarks")
-from gpu_environment import gpu_environment
+from gpu_environment import built_sources, gpu_environment
+from row_origin import commit
 
 rows = (line.split("\t") for line in Path(sys.argv[1]).read_text().splitlines())
 steps = [
@@ -132,7 +139,9 @@ steps = [
     }
     for name, status, begin, end, last in rows
 ]
-report = {"environment": gpu_environment(), "steps": steps}
+manifests = [path for source in built_sources() for path in Path(source).glob("*/checksums.txt")]
+releases = {path.parent.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in manifests}
+report = {"environment": gpu_environment(), "commit": commit(), "releases": releases, "steps": steps}
 Path(sys.argv[2]).write_text(json.dumps(report, indent=2) + "\n")
 print(json.dumps(steps, indent=1))
 PYTHON

@@ -25,7 +25,8 @@ class Support:
     """Compute capabilities of one backend.
 
     ``measured``: a GPU run of this repository measured it there. ``published``: its publisher built it for them,
-    and it is launched as the publisher's own launcher does; not run by us. ``built``: built by us, not run.
+    and it is launched as the publisher's own launcher of that release does; not run by us. ``built``: built by us, not
+    run.
     ``followed``: those of ``built`` on which FlashInfer's ``auto`` takes this backend, and ours does too.
     """
 

@@ -29,6 +29,10 @@ MODEL_SECONDS = 60  # a model that takes longer is given up
 NAME = "transformers_models.json"
 
 
+class Late(BaseException):
+    """A model took too long; no case of it may go on, as it would behind an ``Exception``."""
+
+
 def operators_of(device: str) -> Any:
     """The kernels, of the release that the benchmarks measure; on a CPU the references, for what the kernels take."""
     if device == "cpu":
@@ -55,7 +59,7 @@ def work(pipe: Connection, device: str) -> None:
     operators = operators_of(device)
 
     def late(*_: Any) -> None:
-        raise TimeoutError(f"more than {MODEL_SECONDS} s")
+        raise Late(f"more than {MODEL_SECONDS} s")
 
     signal.signal(signal.SIGALRM, late)
     while (kind := pipe.recv()) is not None:
@@ -63,7 +67,7 @@ def work(pipe: Connection, device: str) -> None:
         signal.alarm(MODEL_SECONDS)
         try:
             row = swept(kind, device, operators)
-        except Exception as error:
+        except (Exception, Late) as error:
             row = {"status": "failed", "error": f"{type(error).__name__}: {error}"}
         signal.alarm(0)
         pipe.send(row | {"seconds": round(time.monotonic() - begin, 1)})
