@@ -96,11 +96,12 @@ def context_parallel(report: Report) -> str:
     most = max(row["sent_bytes"] for row in by_rank)
     return "\n\n".join(
         (
+            "### One rank of up to 64 GPUs, without the exchange",
             "![Decode and merge of one rank on 1 to 64 GPUs](divided_keys.png)",
             f"{environment['gpu']['name']}, {environment['date'][:10]}; bf16, pages of 64 tokens. One GPU did in turn "
             "what the first rank of each group does: decode its keys, and merge as many parts as there are ranks. "
             "Times are of CUDA graph replays whose rounds read different pages. In brackets: one GPU with all keys by "
-            "that time. `all_to_all`; **the exchange is not part of it**, and has not been measured on several GPUs.",
+            "that time. `all_to_all`; **the exchange is not part of it**.",
             table(("decode", "batch x keys", "one GPU", *(f"{world} GPUs" for world in worlds)), lines),
             f"The merges alone take {min(merges['all_to_all']):.1f} to {max(merges['all_to_all']):.1f} us with "
             f"`all_to_all` and {min(merges['gather_reduce']):.1f} to {max(merges['gather_reduce']):.1f} us with "

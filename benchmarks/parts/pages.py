@@ -9,6 +9,7 @@ from typing import Any
 
 from decode import (
     client_pages,
+    divided_page,
     host_page,
     l2_page,
     mla_page,
@@ -106,8 +107,22 @@ def _earlier(figures: Callable[[Report], str], name: str) -> Callable[[Path], st
 
 
 def _transformers(results: Path) -> str:
-    measured = _earlier(client_pages.transformers, "transformers")(results)
+    report = report_of(results / "transformers.json")
+    measured = _aged(client_pages.transformers(report), report["steps"], results)
     return "\n\n".join((measured, models_page.figures(report_of(results / "transformers_models.json"))))
+
+
+def _divided(results: Path) -> str:
+    measured = report_of(results / "context_parallel.json")
+    alone = _earlier(client_pages.context_parallel, "context_parallel_alone")(results)
+    text = divided_page.steps(measured)
+    return "\n\n".join((_aged(text, measured["rows"], results), alone)) if text else alone
+
+
+def _several(results: Path) -> str:
+    report = report_of(results / "soak.json")
+    text = divided_page.soak(report)
+    return _aged(text, report["rows"], results) if text else NOT_MEASURED
 
 
 # Name of a page in docs, and what stands between its markers.
@@ -122,7 +137,8 @@ PAGES: Mapping[str, Callable[[Path], str]] = MappingProxyType(
         "results/l2_policies": _policies,
         "append": _append,
         "batch_invariance": _invariance,
-        "context_parallel": _earlier(client_pages.context_parallel, "context_parallel_alone"),
+        "context_parallel": _divided,
+        "several_gpus": _several,
         "flashinfer": lambda results: client_pages.flashinfer(report_of(results / "flashinfer_tests.json")),
         "transformers": _transformers,
         "results/serving": _earlier(serving_page.figures, "serving"),
