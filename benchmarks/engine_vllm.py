@@ -164,12 +164,16 @@ def states(run: Run) -> None:
 
 
 def server(run: Run) -> None:
-    """Bursts of streaming clients; servers start in turns."""
+    """Bursts of streaming clients in turns, each at a server of its own that had no request before."""
     model = (run.names or ("llama",))[0]
-    for number, backend in enumerate((PEER, OURS, OURS, PEER, PEER, OURS)[: 2 * run.rounds]):
-        with Server(run.out, run.models / model, backend, 8100 + number, run.cache_bytes) as started:
-            seconds = started.wait()
-            run.row(model=model, backend=backend, start_seconds=seconds, bursts=started.bursts())
+    with ExitStack() as stack:
+        servers = [
+            stack.enter_context(Server(run.out, run.models / model, backend, 8100 + number, run.cache_bytes))
+            for number, backend in enumerate((PEER, OURS, OURS, PEER, PEER, OURS)[: 2 * run.rounds])
+        ]
+        ready = [each.wait() for each in servers]
+        for each, seconds in zip(servers, ready, strict=True):
+            run.row(model=model, backend=each.backend, start_seconds=seconds, bursts=each.bursts())
 
 
 def ranks(run: Run) -> None:

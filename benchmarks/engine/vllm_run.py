@@ -73,8 +73,8 @@ class Server:
         named |= {"attention-backend": backend, "max-model-len": "8192", "kv-cache-memory-bytes": str(cache_bytes)}
         named |= {"compilation-config": json.dumps(GRAPHS), "gpu-memory-utilization": str(PART_OF_MEMORY)}
         arguments = [part for name, value in named.items() for part in (f"--{name}", value)]
-        self.port = port
-        self.log = folder / f"server.{backend}.log"
+        self.backend, self.port = backend, port
+        self.log = folder / f"server.{port}.log"
         with self.log.open("w") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments],
