@@ -24,7 +24,7 @@ from typing import Any
 from engine.driver import Run
 from engine.program import main
 from engine.turns import take_turns
-from engine.vllm_run import OURS, PEER, Server, VllmRun
+from engine.vllm_run import MLA_PEER, OURS, PEER, Server, VllmRun
 
 # Job: prompts, new tokens.
 JOBS: dict[str, tuple[list[int], int]] = {
@@ -44,7 +44,8 @@ def tokens(run: Run) -> None:
     for model in run.names or MODELS:
         with ExitStack() as stack:
             try:
-                engines = run.pair(stack, model, more={f"{OURS} eager": {"enforce_eager": True}})
+                third: dict[str, dict[str, Any]] = {} if run.peer_of(model) == MLA_PEER else {"TRITON_ATTN": {}}
+                engines = run.pair(stack, model, more={f"{OURS} eager": {"enforce_eager": True}, **third})
                 run.row(model=model, **run.both(engines), **run.judged(engines, model, model))
             except RuntimeError as error:
                 run.row(model=model, error=str(error))
@@ -102,12 +103,10 @@ def drafts(run: Run) -> None:
     """Jobs with drafts, in turns, and judged tokens."""
     jobs = {"1 x 512": [512], "16 x 512": [512] * 16, "64 x 1,024": [1024] * 64}
     for drafter, asked in drafters(run).items():
-        more = (
-            {"disable_log_stats": False} if asked is None else {"disable_log_stats": False, "speculative_config": asked}
-        )
+        more: dict[str, Any] = {} if asked is None else {"speculative_config": asked}
         with ExitStack() as stack:
             try:
-                engines = run.pair(stack, "llama", disable_log_stats=False, **more)
+                engines = run.pair(stack, "llama", **more, disable_log_stats=False)
             except RuntimeError as error:
                 run.row(drafter=drafter, error=str(error)[-700:])
                 continue
@@ -152,11 +151,15 @@ def states(run: Run) -> None:
         run.row(model=model, state="chunks of prompts", **run.judged(engines, model, f"{model}.chunks"))
     with ExitStack() as stack:
         for name in run.names or (model, "gptoss"):
-            (sleeps,) = run.start(stack, name, {f"{OURS} sleeps": {"enable_sleep_mode": True}})
-            run.row(model=name, state="sleep", answers=[sleeps.ask("sleep", level=level) for level in (1, 2)])
-            sleeps.end()
-        (drops,) = run.start(stack, model, {f"{OURS} drops": {}})
-        run.row(model=model, state="dropped requests", answer=drops.ask("abandoned", times=25))
+            engines = run.pair(stack, name, enable_sleep_mode=True)
+            for what, asked in (("sleep", {"level": 1}), ("reload", {}), ("sleep", {"level": 2})):
+                answers = {engine.label: engine.ask(what, **asked) for engine in engines}
+                run.row(model=name, state=" ".join(map(str, (what, *asked.values()))), answers=answers)
+            for engine in engines:
+                engine.end()
+        engines = run.pair(stack, model)
+        answers = {engine.label: engine.ask("abandoned", times=25) for engine in engines}
+        run.row(model=model, state="dropped requests", answers=answers)
     with ExitStack() as stack:
         engines = run.start(stack, model, {OURS: {"kv_cache_memory_bytes": 600_000_000}})
         for number in range(10):

@@ -155,17 +155,25 @@ class Worker(Requests):
 
     def sleep(self, level: int) -> dict[str, Any]:
         """Put the engine to sleep and wake it; its tokens before and after."""
-        chance = random.Random(3)
-        given = [prompt_of(chance, length) for length in (17, 700, 1025)]
-        before = self._generate(given, 16, logprobs=1)
+        before = self._of_three()
         self._engine.sleep(level=level)
         asleep = memory()
         self._engine.wake_up()
         if level == 2:
             self._engine.collective_rpc("reload_weights")
+        return {"equal": before == self._of_three(), "asleep": asleep, "awake": memory()}
+
+    def reload(self) -> dict[str, Any]:
+        """Load the weights again; the engine's tokens before and after."""
+        before = self._of_three()
+        self._engine.collective_rpc("reload_weights")
+        return {"equal": before == self._of_three()}
+
+    def _of_three(self) -> list[dict[str, Any]]:
+        """Tokens of three prompts that are not cached."""
+        chance = random.Random(3)
         self._engine.reset_prefix_cache()
-        after = self._generate(given, 16, logprobs=1)
-        return {"equal": before == after, "asleep": asleep, "awake": memory()}
+        return self._generate([prompt_of(chance, length) for length in (17, 700, 1025)], 16, logprobs=1)
 
     def stop(self) -> None:
         """End vLLM's own process, if there is one."""

@@ -14,11 +14,12 @@ torch = pytest.importorskip("torch")
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not importable (tools/stage_engines.py, make test-engines)", allow_module_level=True)
 # isort: off
-from vllm_steps import BACKEND, BF16, BLOCK, DIM, HEADS, MAX_LEN  # noqa: E402
+from vllm_steps import BACKEND, BF16, BLOCK, DIM, HEADS, KV_HEADS, MAX_LEN  # noqa: E402
 from vllm_steps import builder, cache, layer, speculative, step  # noqa: E402
 
 # isort: on
 from cubin_runtime.attention import Runtime  # noqa: E402
+from cubin_runtime.attention.fast_path.any_size import OFTEN  # noqa: E402
 from cubin_runtime.launch import compiled  # noqa: E402
 from cubin_runtime.testing import StandIn  # noqa: E402
 
@@ -43,10 +44,15 @@ def start(monkeypatch: pytest.MonkeyPatch, drafts: int | None = None) -> Any:
     monkeypatch.setattr(where, lambda: config)
     made = layer(BACKEND)
     for kv_cache in (torch.empty(0, dtype=BF16), cache()):
-        query = torch.zeros(TOKENS, HEADS, DIM, dtype=BF16)
-        out = torch.ones_like(query)
+        query = queries(TOKENS)
+        out = torch.ones(TOKENS, HEADS, DIM, dtype=BF16)
         assert made.forward(None, query, None, None, kv_cache, None, out).count_nonzero() == 0
     return made
+
+
+def queries(tokens: int) -> Any:
+    """Queries as a model has them: a part of the rows that its projection wrote, keys and values behind them."""
+    return torch.zeros(tokens, (HEADS + 2 * KV_HEADS) * DIM, dtype=BF16)[:, : HEADS * DIM].view(tokens, HEADS, DIM)
 
 
 def mixed_step(chance: random.Random) -> Any:
@@ -60,7 +66,7 @@ def mixed_step(chance: random.Random) -> Any:
 
 
 def run(made: Any, metadata: Any, kv_cache: Any, drafts: int | None = None) -> None:
-    query = torch.zeros(metadata.num_actual_tokens, HEADS, DIM, dtype=BF16)
+    query = queries(metadata.num_actual_tokens)
     built = builder(BACKEND, drafts=drafts).build(0, metadata)
     made.forward(None, query, None, None, kv_cache, built, torch.empty_like(query))
 
@@ -75,6 +81,15 @@ def test_steps_of_mixed_lengths_load_allocate_and_generate_nothing(
         run(ready, mixed_step(chance), kv_cache)
     assert hopper.stats().loads == loads
     assert len(standin.calls("cuMemAlloc")) == allocations
+    assert compiled._code.cache_info().misses == written
+
+
+@pytest.mark.parametrize("q_lens", [[1] * 5, [7, 9], [1, 6], [1, 1, 6], [1, 1, 1, 6], [1, 1, 1, 1, 6, 8]])
+def test_a_step_that_comes_often_generates_nothing(ready: Any, q_lens: list[int]) -> None:
+    kv_cache, metadata = cache(), step(q_lens, [MAX_LEN] * len(q_lens))
+    written = compiled._code.cache_info().misses
+    for _ in range(2 * OFTEN):
+        run(ready, metadata, kv_cache)
     assert compiled._code.cache_info().misses == written
 
 
