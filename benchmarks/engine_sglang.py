@@ -52,7 +52,7 @@ class SglangRun(Run):
     def options(self, model: str, backend: str, **more: Any) -> dict[str, Any]:
         """Arguments of ``sglang.Engine``."""
         given: dict[str, Any] = {"model_path": str(self.models / model), "attention_backend": backend}
-        given["max_total_tokens"] = 160_000 if model.endswith("-shape") else 60_000
+        given["max_total_tokens"] = 118_000 if model.endswith("-shape") else 60_000
         if model.endswith("-shape"):
             given["load_format"] = "dummy"
         if model.startswith(("gptoss", "gemma")):

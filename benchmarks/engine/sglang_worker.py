@@ -10,7 +10,7 @@ from .commands import Requests
 DEFAULTS = {"skip_tokenizer_init": True, "context_length": 8192, "dtype": "bfloat16", "random_seed": 0}
 DEFAULTS |= {"page_size": 64, "sampling_backend": "pytorch", "log_level": "info", "chunked_prefill_size": 4096}
 # Engines share the card: tokens, not a part of its memory, say how large a cache is.
-DEFAULTS |= {"mem_fraction_static": 0.8, "cuda_graph_max_bs_decode": 64}
+DEFAULTS |= {"mem_fraction_static": 0.92, "cuda_graph_max_bs_decode": 64}
 
 
 class Worker(Requests):
