@@ -103,10 +103,12 @@ def _backend_cell(backends: Mapping[str, Support], state: str) -> str:
 
 
 def headlines(results: Path = ROOT / "benchmarks" / "results") -> str:
-    """Four figures, each with where it comes from, and the picture of the decode."""
-    decode, prefill, fetch, host = (
-        json.loads((results / f"{name}.json").read_text()) for name in ("decode", "prefill", "fetch", "host_cost")
-    )
+    """Five figures, each with where it comes from, and the picture of the decode."""
+    names = ("decode", "prefill", "fetch", "host_cost", "vllm_figures")
+    decode, prefill, fetch, host, engine = (json.loads((results / f"{name}.json").read_text()) for name in names)
+    of_llama = [row for row in engine["rows"] if row["model"] == "llama-shape"]
+    jobs = [row["ratios"]["whole"] for row in of_llama if "whole" in row.get("ratios", ())]
+    started = next(row for row in of_llama if "cubins" in row)
     digests = pinned(results)
     alike = [row for row in decode["rows"] if row["q_len"] == 1 and row["kv_dtype"] == "bf16" and row["length"]]
     beside = [row for row in alike if "ratio" in row]
@@ -129,6 +131,12 @@ def headlines(results: Path = ROOT / "benchmarks" / "results") -> str:
             f"8,192 tokens: {prompt['ratio']:.2f} times the speed of the fastest peer, in a sequence of layers"
             f"{_age(prompt, digests)}",
             "[results](docs/results/prefill.md)",
+        ),
+        (
+            f"**{min(jobs):.2f} to {max(jobs):.2f} times the speed in vLLM**",
+            f"{len(jobs)} jobs of the shape of Llama 3 8B in vLLM {engine['environment']['packages']['vllm']} on an "
+            f"{engine['environment']['gpu']['name']}, beside FlashAttention-3{_age(started, digests)}",
+            "[engines](docs/engines.md#measured)",
         ),
         (
             f"**{call['least']:.1f} us per planned call**",

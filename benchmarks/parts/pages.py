@@ -26,6 +26,7 @@ from decode.tables import NOT_MEASURED, Report, report_of
 from prefill import page as prefill_page
 
 from kernels_src.variants import GROUP_L2_POLICY, L2_POLICIES, LOAD_FUNCTION
+from parts import engines_page
 
 
 def _reports(results: Path, *names: str) -> list[Report]:
@@ -136,6 +137,7 @@ PAGES: Mapping[str, Callable[[Path], str]] = MappingProxyType(
         "results/host": _host,
         "results/l2_policies": _policies,
         "append": _append,
+        "engines": engines_page.figures,
         "batch_invariance": _invariance,
         "context_parallel": _divided,
         "several_gpus": _several,

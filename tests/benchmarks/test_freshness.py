@@ -159,10 +159,10 @@ def test_fresh_rows_have_no_mark_and_a_page_without_marks_no_explanation() -> No
 
 
 def test_a_stale_headline_says_so(tmp_path: Path) -> None:
-    for name in ("decode", SWEEP, "prefill", "fetch", "host_cost"):
+    for name in ("decode", SWEEP, "prefill", "fetch", "host_cost", "vllm_figures"):
         (tmp_path / f"{name}.json").write_text((RESULTS / f"{name}.json").read_text())
     (tmp_path / "checksums.txt").write_text("0000  other.cubin\n")
-    assert headlines(tmp_path).count("measured with an earlier kernel") == 4
+    assert headlines(tmp_path).count("measured with an earlier kernel") == 5
 
 
 def test_tables_of_regimes_and_methods_mark_stale_rows_and_say_ratios() -> None:

@@ -49,5 +49,5 @@ def test_the_matrix_states_what_was_measured_and_what_was_built() -> None:
     } <= states
 
 
-def test_there_are_four_headlines() -> None:
-    assert headlines().count("**") == 2 * 4
+def test_there_are_five_headlines() -> None:
+    assert headlines().count("**") == 2 * 5

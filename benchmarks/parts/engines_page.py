@@ -1,0 +1,208 @@
+"""The figures of the page on vLLM and SGLang, from what benchmarks/engine_vllm.py and engine_sglang.py wrote."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from decode.tables import NOT_MEASURED, Report, report_of
+
+Row = Mapping[str, Any]
+ENGINES = ("vllm", "sglang")
+OURS = {"vllm": "CUSTOM", "sglang": "cubin_runtime"}
+NAMES = {
+    "vllm": "vLLM",
+    "sglang": "SGLang",
+    "CUSTOM": "ours",
+    "cubin_runtime": "ours",
+    "FLASH_ATTN": "FlashAttention-3",
+    "FLASH_ATTN_MLA": "FlashAttention-3",
+    "TRITON_ATTN": "Triton",
+    "triton": "Triton",
+}
+MODELS = {
+    "llama": "Llama 3 8B, 4 layers",
+    "llama-shape": "Llama 3 8B, 32 layers",
+    "gptoss": "GPT-OSS, 4 layers, 8 experts",
+    "gptoss-shape": "GPT-OSS 20B, 8 layers",
+    "gemma2": "Gemma 2, 6 layers",
+    "gemma3": "Gemma 3 4B, 6 layers",
+    "gemma3-shape": "Gemma 3 12B, 8 layers",
+    "qwen3moe": "Qwen3 MoE, 4 layers, 16 experts",
+    "qwen3moe-shape": "Qwen3 30B-A3B, 8 layers",
+    "deepseek": "DeepSeek V3 with 16 heads, 4 layers",
+    "deepseek-shape": "DeepSeek V3, 8 layers, 8 experts",
+}
+
+
+def figures(results: Path) -> str:
+    """All sections that were measured, in both engines."""
+    parts: list[str] = []
+    for engine in ENGINES:
+        for section, write in SECTIONS.items():
+            report = report_of(results / f"{engine}_{section}.json")
+            rows = [row for row in report.get("rows", ()) if "error" not in row]
+            if rows and (lines := write(engine, rows)):
+                parts += [
+                    f"### {NAMES[engine]}: {TITLES[section]}",
+                    f"{_place(engine, section, report)} {WORDS[section]}",
+                    lines,
+                ]
+    return "\n\n".join(parts) or NOT_MEASURED
+
+
+def _place(engine: str, section: str, report: Report) -> str:
+    environment = report["environment"]
+    packages = environment["packages"]
+    versions = f"{NAMES[engine]} {packages[engine]}, torch {packages['torch']}"
+    return f"{environment['gpu']['name']}, {versions}, `{engine}_{section}.json`."
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+def _name(label: str) -> str:
+    backend, _, more = label.partition(" ")
+    return " ".join(filter(None, (NAMES.get(backend, backend), {"eager": "without graphs"}.get(more, more))))
+
+
+def _tokens(engine: str, rows: Sequence[Row]) -> str:
+    labels = list(dict.fromkeys(label for row in rows for label in row["made"]))
+    lines = []
+    for row in rows:
+        judged = row["judge"]
+        if isinstance(judged, str):
+            continue
+        errors = [f"{judged[label]['mean_error']:.4f}" if label in judged else "-" for label in labels]
+        lines.append((MODELS[row["model"]], f"{judged[OURS[engine]]['tokens']:,}", *errors))
+    return _table(("model", "tokens", *map(_name, labels)), lines)
+
+
+def _jobs(engine: str, rows: Sequence[Row]) -> str:
+    lines = []
+    for row in (row for row in rows if "job" in row):
+        ours, (peer, *_) = OURS[engine], [label for label in row["rounds"] if label != OURS[engine]]
+        kind = "whole" if "whole" in row["ratios"] else "cached"
+        best = {label: min(each[kind] for each in row["rounds"][label]) for label in (ours, peer)}
+        ratios = [f"{row['ratios'][each]:.2f}" if each in row["ratios"] else "-" for each in ("whole", "decode")]
+        seconds = (f"{best[ours]:.2f}", f"{best[peer]:.2f} ({_name(peer)})")
+        lines.append((MODELS[row["model"]], row["job"], *seconds, *ratios))
+    return _table(("model", "requests x prompt + new tokens", "ours, s", "other, s", "job", "decodes"), lines)
+
+
+def _readiness(engine: str, rows: Sequence[Row]) -> str:
+    lines, requests, before = [], 0, {}
+    for row in (row for row in rows if "after" in row):
+        now = row["after"][OURS[engine]]
+        requests = row["requests"] if row["requests"] == 20 else requests + row["requests"]
+        counted = [now[name] - before.get(name, 0) for name in ("loads", "allocations", "functions")]
+        if row["requests"] != 20:
+            lines.append((MODELS[row["model"]], requests, *counted))
+        before = now
+    return _table(("model", "requests so far", "modules loaded", "allocations", "functions written"), lines)
+
+
+def _drafts(engine: str, rows: Sequence[Row]) -> str:
+    lines = []
+    for row in (row for row in rows if "job" in row):
+        cells = []
+        for label in row["rounds"]:
+            last = row["rounds"][label][-1]
+            drafted = last.get("draft_tokens")
+            cells.append(f"{last['accepted_tokens']:.0f} of {drafted:.0f}" if drafted else "-")
+        lines.append((row["drafter"], row["job"], *cells))
+    labels = [f"accepted, {_name(label)}" for row in rows if "rounds" in row for label in row["rounds"]]
+    return _table(("drafter", "requests x prompt", *dict.fromkeys(labels)), lines)
+
+
+def _server(engine: str, rows: Sequence[Row]) -> str:
+    lines = []
+    for backend in dict.fromkeys(row["backend"] for row in rows):
+        bursts = [row["bursts"] for row in rows if row["backend"] == backend and "error" not in row["bursts"][0]]
+        first = [each[0]["first_token_ms_p50"] for each in bursts]
+        later = [burst["first_token_ms_p50"] for each in bursts for burst in each[1:5]]
+        between = [burst["between_tokens_ms_p50"] for each in bursts for burst in each[1:5]]
+        shown = [f"{statistics.median(each):.{digits}f}" for each, digits in ((first, 0), (later, 0), (between, 2))]
+        lines.append((_name(backend), len(bursts), *shown))
+    return _table(("backend", "starts", "first burst, ms", "later bursts, ms", "between tokens, ms"), lines)
+
+
+def _host(engine: str, rows: Sequence[Row]) -> str:
+    lines = []
+    for row in rows:
+        for label, rounds in row["rounds"].items():
+            times = [statistics.median(each[name] for each in rounds[1:]) for name in ("builder_us", "layers_us")]
+            lines.append((row["requests"], _name(label), *(f"{each:.0f}" for each in times), f"{sum(times):.0f}"))
+    return _table(("requests", "backend", "builder, us", "layers, us", "both, us"), lines)
+
+
+def _states(engine: str, rows: Sequence[Row]) -> str:
+    lines = []
+    for row in (row for row in rows if "crowds" in row):
+        counted = [f"{_name(label)} {each['equal']} of {each['of']}" for label, each in row["crowds"].items()]
+        lines.append(("the same bits alone and among 84 requests", MODELS[row["model"]], "; ".join(counted)))
+    for row in (row for row in rows if "answers" in row):
+        said = [f"{_name(label)} {'yes' if each['equal'] else 'no'}" for label, each in row["answers"].items()]
+        lines.append((f"the same tokens after: {row['state']}", MODELS[row["model"]], "; ".join(said)))
+    small = [row["after"] for row in rows if "after" in row]
+    if small:
+        memory = f"host {small[0]['host_mb']:,} to {small[-1]['host_mb']:,} MB"
+        memory += f", device {small[0]['device_mb']:,} to {small[-1]['device_mb']:,} MB"
+        lines.append((f"memory after 500 and {500 * len(small):,} requests, 600 MB of cache", MODELS["llama"], memory))
+    return _table(("what", "model", "result"), lines)
+
+
+def _refusals(engine: str, rows: Sequence[Row]) -> str:
+    lines = [(row["refused"], f"`{_reason(row)}`") for row in rows]
+    return _table(("asked for", "the engine's log says"), lines)
+
+
+def _reason(row: Row) -> str:
+    lines = row.get("lines") or [row.get("line", "-")]
+    for mark in ("Reason: ", "UsageError: ", "Error: "):
+        for line in lines:
+            if mark in line:
+                return str(line).rpartition(mark)[2].strip("[]'").replace("|", "/")
+    return str(lines[0])[-120:].replace("|", "/")
+
+
+SECTIONS: Mapping[str, Callable[[str, Sequence[Row]], str]] = {
+    "figures": _jobs,
+    "tokens": _tokens,
+    "deterministic": _states,
+    "drafts": _drafts,
+    "server": _server,
+    "host": _host,
+    "readiness": _readiness,
+    "states": _states,
+    "refusals": _refusals,
+}
+TITLES = {
+    "figures": "jobs",
+    "tokens": "tokens beside float32",
+    "deterministic": "deterministic inference",
+    "drafts": "draft tokens",
+    "server": "HTTP server",
+    "host": "host time of a step",
+    "readiness": "after the first 20 requests",
+    "states": "invariance, memory, sleep",
+    "refusals": "refused at start",
+}
+WORDS = {
+    "figures": "Best of the rounds, engines in turns; the last two columns: the other's time over ours, of the whole "
+    "job and of its decodes behind cached prompts.",
+    "tokens": "Random weights; 32 prompts of 1 to 3,500 tokens, 48 greedy tokens each: mean error of the chosen "
+    "token's logprob beside float32.",
+    "deterministic": "Logprobs of a request alone, and among other requests.",
+    "drafts": "Prompts that repeat themselves, 128 new tokens each; which drafts hold depends on the tokens, and so on "
+    "the rounding of each backend.",
+    "server": "24 streaming clients at once, 64 tokens each: median time to the first token.",
+    "host": "Eager steps of decodes, 32 layers: median of the rounds.",
+    "readiness": "What each next 500 requests of 1 to 900 tokens caused.",
+    "states": "Random weights.",
+    "refusals": "Our backend was named, and the engine ended with this reason.",
+}
