@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -41,6 +42,16 @@ def test_nine_tenths_of_the_predictions_of_rows_held_back_are_within_fifteen_per
 
 def test_no_prediction_of_rows_held_back_is_off_by_more_than_half(held_back: list[Sample]) -> None:
     assert max(map(abs, errors(held_back, COSTS))) < 0.45
+
+
+def test_the_constants_name_the_file_that_they_were_fitted_to(held_back: list[Sample]) -> None:
+    calibration = COSTS.calibration
+    measured = read(Path(calibration.file).name)
+    assert hashlib.sha256((RESULTS / Path(calibration.file).name).read_bytes()).hexdigest() == calibration.sha256
+    assert measured["environment"]["gpu"]["name"] == calibration.device
+    assert measured["environment"]["date"].startswith(calibration.date)
+    assert calibration.held_back == len(held_back)
+    assert within(errors(held_back, COSTS)) == pytest.approx(calibration.within, abs=0.001)
 
 
 def costly(measured: dict[str, Any]) -> list[str]:

@@ -68,6 +68,22 @@ def test_json_tells_the_choice_its_candidates_and_the_constants(
     assert told["device"]["capability"] == [9, 0]
 
 
+def test_the_calibration_of_the_predictions_is_named(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    told = record(capsys, *arguments, "--sm", 90, "--gpu", "NVIDIA H200")["costs"]["calibration"]
+    out = run(capsys, *arguments, "--sm", 90, "--gpu", "NVIDIA H200")
+    assert (told["device"], told["file"]) == ("NVIDIA H200", "benchmarks/results/launch_choice_h200.json")
+    said = f"launches on NVIDIA H200, {told['date']} ({told['file']}, SHA-256 {told['sha256'][:12]})"
+    assert said in " ".join(out.split())
+
+
+def test_a_gpu_that_was_not_calibrated_says_whose_constants_it_has(
+    capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    out = " ".join(run(capsys, *arguments, "--sm", 90, "--gpu", "NVIDIA H100 80GB HBM3").split())
+    assert "launches on NVIDIA H200" in out
+    assert "here with 3 TB/s, as on H100 no launch was measured" in out
+
+
 def test_why_a_kernel_does_not_fit_is_in_the_json(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
     last = record(capsys, *arguments, "--backend", "hopper")["launches"][0]["candidates"][-1]
     assert (last["fits"], last["why_not"]) == (False, "dtype is e4m3")

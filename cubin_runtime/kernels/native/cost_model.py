@@ -20,13 +20,14 @@ from typing import Any, NamedTuple
 
 from ...errors import UsageError
 from ...values import HashedOnce, dataclass
-from .kernel_costs import H200_KERNELS, KernelCost
+from .kernel_costs import H200_CALIBRATION, H200_KERNELS, Calibration, KernelCost
 
 _BYTES_PER_US = 1e6  # of one TB/s
 # What the constant of the L2 refers to.
 _MULTIPROCESSORS = 132
 # Kernels of at least this many rows multiply with warpgroups.
 _WARPGROUP_ROWS = 64
+_NO_CONSTANTS = ("gpu", "calibration", "kernels")
 _OF_KERNELS = ("start_us", "tile_us", "output_tile_us")
 
 
@@ -34,16 +35,17 @@ _OF_KERNELS = ("start_us", "tile_us", "output_tile_us")
 class Costs:
     """The constants of one GPU: times in microseconds, rates in TB/s.
 
-    ``l2_tb_per_s`` is the rate of 132 multiprocessors; fewer get less. ``merge_us`` is for up to ``merge_parts`` splits
-    of up to ``merge_cells`` numbers (rows times head_dim); the time of more is proportional. ``cluster_saved_us`` is by
-    how much earlier a cluster starts, ``cluster_merge_us`` the time of its merge, ``cta_tb_per_s`` the most bandwidth
-    of one CTA when few run; a tile of warpgroups takes at least ``cluster_least_share`` of its time. Predictions that
-    differ by less than the fraction ``equal_within`` count as equal. Neighbouring CTAs read up to
-    ``max_cta_group_size`` KV heads side by side, if at most one CTA in ``idle_share`` idles because of that; as many
-    may idle so that work ranges end at boundaries of output tiles.
+    ``calibration`` is what they were fitted to. ``l2_tb_per_s`` is the rate of 132 multiprocessors; fewer get less.
+    ``merge_us`` is for up to ``merge_parts`` splits of up to ``merge_cells`` numbers (rows times head_dim); the
+    time of more is proportional. ``cluster_saved_us`` is by how much earlier a cluster starts, ``cluster_merge_us``
+    the time of its merge, ``cta_tb_per_s`` the most bandwidth of one CTA when few run; a tile of warpgroups takes
+    at least ``cluster_least_share`` of its time. Predictions that differ by less than the fraction ``equal_within``
+    count as equal. Neighbouring CTAs read up to ``max_cta_group_size`` KV heads side by side, if at most one CTA in
+    ``idle_share`` idles because of that; as many may idle so that work ranges end at boundaries of output tiles.
     """
 
     gpu: str
+    calibration: Calibration
     launch_us: float
     read_tb_per_s: float
     l2_tb_per_s: float
@@ -58,6 +60,13 @@ class Costs:
     max_cta_group_size: int
     idle_share: int
     kernels: tuple[KernelCost, ...]
+
+    @property
+    def calibration_text(self) -> str:
+        """What the constants were fitted to; and what of them is this GPU's, where another was measured."""
+        if self.gpu in self.calibration.device:
+            return str(self.calibration)
+        return f"{self.calibration}; here with {self.read_tb_per_s:g} TB/s, as on {self.gpu} no launch was measured"
 
     def kernel_us(
         self, item_bytes: int, head_dim: int, rows: int, resident: int, q_item_bytes: int = 2, segments: bool = False
@@ -112,6 +121,7 @@ class Estimate(NamedTuple):
 # of head_dim 256 were not timed one by one.
 H200 = Costs(
     gpu="H200",
+    calibration=H200_CALIBRATION,
     launch_us=2.0,
     read_tb_per_s=4.1,
     l2_tb_per_s=15.2,
@@ -142,7 +152,7 @@ def costs_of(device_name: str) -> Costs:
 
 def stated(costs: Costs) -> dict[str, float]:
     """Every constant by name, for people and for JSON; a kernel's are ``tile_us_16bit_d128_rows8_ctas2`` and so on."""
-    plain = {f.name: getattr(costs, f.name) for f in fields(costs) if f.name not in ("gpu", "kernels")}
+    plain = {f.name: getattr(costs, f.name) for f in fields(costs) if f.name not in _NO_CONSTANTS}
     own = {_name(kernel, constant): getattr(kernel, constant) for kernel in costs.kernels for constant in _OF_KERNELS}
     return plain | own
 

@@ -30,12 +30,10 @@ def explain_launches(
     costs = costs_of(device.name) if estimates else None
     total = sum(estimate.microseconds for estimate in estimates)
     elsewhere = {c.kernel.name: c.kernel.architecture for c in selections[0].candidates if not _runs_on(c, device)}
-    head: list[tuple[str, object]] = [
-        (
-            "device",
-            f"{device.name}, {device.multiprocessors} multiprocessors{f', costs of {costs.gpu}' if costs else ''}",
-        )
-    ]
+    of_costs = f", costs of {costs.gpu}" if costs else ""
+    head: list[tuple[str, object]] = [("device", f"{device.name}, {device.multiprocessors} multiprocessors{of_costs}")]
+    if costs:
+        head.append(("calibration", costs.calibration_text))
     if len(selections) > 1:
         head += [("launches", len(selections)), *([("predicted", f"{total:.1f} us")] if estimates else [])]
     if elsewhere:
@@ -56,7 +54,11 @@ def explain_launches(
         "device": fields_of(device),
     }
     if costs:
-        record |= {"microseconds": total, "costs": {"gpu": costs.gpu, **stated(costs)}}
+        calibration = costs.calibration._asdict()
+        record |= {
+            "microseconds": total,
+            "costs": {"gpu": costs.gpu, "calibration": calibration, **stated(costs)},
+        }
     return Explanation(tuple(sections), record)
 
 

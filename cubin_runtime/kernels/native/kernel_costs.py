@@ -1,8 +1,30 @@
-"""What each decode kernel takes to start and for a tile, as the cost model counts it."""
+"""What each decode kernel takes to start and for a tile, as the cost model counts it, and where the times come from."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
+
+
+class Calibration(NamedTuple):
+    """The measurement that constants were fitted to.
+
+    ``file`` is in the repository, with its SHA-256. ``launches`` were fitted; of ``held_back`` others, the share
+    ``within`` is predicted within 15%.
+    """
+
+    device: str
+    date: str
+    file: str
+    sha256: str
+    launches: int
+    held_back: int
+    within: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.launches} launches on {self.device}, {self.date} ({self.file}, SHA-256 {self.sha256[:12]}); "
+            f"of {self.held_back} others {self.within:.1%} are predicted within 15%"
+        )
 
 
 class KernelCost(NamedTuple):
@@ -25,6 +47,16 @@ class KernelCost(NamedTuple):
     q_item_bytes: int = 0
     segments: bool = False
 
+
+H200_CALIBRATION = Calibration(
+    device="NVIDIA H200",
+    date="2026-11-24",
+    file="benchmarks/results/launch_choice_h200.json",
+    sha256="cea04eb8c01a0e72f1e37144c045a8db49d1e05c8f2ea4c2a48374a736429fbd",
+    launches=1436,
+    held_back=1387,
+    within=0.9185,
+)
 
 # Item bytes, head_dim, rows, CTAs on a multiprocessor: start, tile and output tile; bytes of a query where they matter.
 H200_KERNELS = (

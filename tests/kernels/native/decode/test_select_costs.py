@@ -19,10 +19,11 @@ from cubin_runtime.kernels.native.cost_model import (
     restated,
     stated,
 )
-from cubin_runtime.kernels.native.kernel_costs import KernelCost
+from cubin_runtime.kernels.native.kernel_costs import Calibration, KernelCost
 
 COSTS = Costs(
     gpu="made up",
+    calibration=Calibration("a GPU", "2026-01-02", "rows.json", "abcdef" * 10 + "0123", 40, 20, 0.95),
     launch_us=3.0,
     read_tb_per_s=4.0,
     l2_tb_per_s=5.0,
