@@ -33,7 +33,7 @@ def explain_launches(
     of_costs = f", costs of {costs.gpu}" if costs else ""
     head: list[tuple[str, object]] = [("device", f"{device.name}, {device.multiprocessors} multiprocessors{of_costs}")]
     if costs:
-        head.append(("calibration", costs.calibration_text))
+        head.append(("fitted to", costs.calibration_text))
     if len(selections) > 1:
         head += [("launches", len(selections)), *([("predicted", f"{total:.1f} us")] if estimates else [])]
     if elsewhere:
