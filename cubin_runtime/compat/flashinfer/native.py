@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,6 +11,7 @@ from ...attention.fast_path import full_path
 from ...attention.scales import ScaleProduct
 from ...errors import UsageError, WorkspaceError
 from ...tensor import TensorView, view_of
+from ..renaming import renamed
 from .arguments import Arguments, sinks_of, tensor_or_none
 from .layouts import like_query
 from .outputs import Output, lse_of, with_lse
@@ -19,7 +19,6 @@ from .scales import factor_of, scores_factor
 from .workspace import SEMAPHORE_BYTES, split_workspace
 
 _DEPENDENT_LAUNCH_FROM = (9, 0)  # compute capability
-_NAMED = re.compile(r"(\w*)(.*)", re.DOTALL)
 # Arguments of our operators -> those of the batch operators, where the names differ.
 _BATCH_NAMES = {
     "q": "query",
@@ -130,8 +129,4 @@ def launch(
             **options,
         )
     except (UsageError, WorkspaceError) as error:
-        name, rest = _NAMED.fullmatch(str(error)).groups()  # type: ignore[union-attr]  # it matches any text
-        if name not in names:
-            raise
-        kind = UsageError if isinstance(error, UsageError) else WorkspaceError
-        raise kind(f"{names[name]}{rest}") from error
+        raise renamed(error, names) from error
