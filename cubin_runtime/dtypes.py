@@ -17,7 +17,8 @@ class DType(NamedTuple):
 
     ``name`` is torch's word, ``short`` that of kernels' metadata and the command line. ``map_type`` is what TMA
     descriptors call the elements (``launch.tensormap_rules``), which move e4m3 as bytes; ``type_code`` is its number in
-    parameter structs of native kernels, None where none takes it.
+    the fields q_type and out_type of native kernels' structs, ``merge_code`` in out_type of ``MergeStatesParams``; None
+    where they do not take it.
     """
 
     name: str
@@ -25,13 +26,14 @@ class DType(NamedTuple):
     nbytes: int
     map_type: str
     type_code: int | None = None
+    merge_code: int | None = None
 
 
 _TABLE = (
-    DType("bfloat16", "bf16", 2, "bfloat16", 0),
-    DType("float16", "fp16", 2, "float16", 1),
+    DType("bfloat16", "bf16", 2, "bfloat16", 0, 0),
+    DType("float16", "fp16", 2, "float16", 1, 1),
     DType("float8_e4m3fn", "e4m3", 1, "uint8", 2),
-    DType("float32", "fp32", 4, "float32"),
+    DType("float32", "fp32", 4, "float32", None, 2),
     DType("float64", "fp64", 8, "float64"),
     DType("bool", "bool", 1, "uint8"),
     DType("int8", "int8", 1, "uint8"),

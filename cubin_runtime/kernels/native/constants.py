@@ -7,22 +7,17 @@ from enum import IntEnum
 from types import MappingProxyType
 from typing import Any
 
+from ...dtypes import DTYPES
 from ...values import dataclass
 
 HEADER = "KernelConstants.h"
 
 
-class TypeCode(IntEnum):
-    """Element types as the struct fields q_type and out_type number them."""
-
-    BF16 = 0
-    FP16 = 1
-    E4M3 = 2
-
-
-# dtype name to the number of its TypeCode.
-TYPE_CODES = MappingProxyType({code.name.lower(): int(code) for code in TypeCode})
+# Short names of dtypes -> their numbers in the struct fields q_type and out_type, and in out_type of merges.
+TYPE_CODES = MappingProxyType({d.short: d.type_code for d in DTYPES.values() if d.type_code is not None})
+MERGE_CODES = MappingProxyType({d.short: d.merge_code for d in DTYPES.values() if d.merge_code is not None})
 TYPE_CODES_TEXT = ", ".join(f"{code} {dtype}" for dtype, code in TYPE_CODES.items())
+MERGE_CODES_TEXT = ", ".join(f"{code} {dtype}" for dtype, code in MERGE_CODES.items())
 
 
 class StatusBit(IntEnum):
@@ -97,7 +92,7 @@ CONSTANTS = KernelConstants()
 def cpp_names() -> dict[str, int]:
     """Every number by its name in C++."""
     return (
-        {f"TYPE_{code.name}": int(code) for code in TypeCode}
+        {f"TYPE_{dtype.upper()}": code for dtype, code in TYPE_CODES.items()}
         | {f"STATUS_{bit.name}": int(bit) for bit in StatusBit}
         | {item.name.upper(): getattr(CONSTANTS, item.name) for item in fields(CONSTANTS)}
     )
