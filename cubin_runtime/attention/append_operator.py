@@ -21,19 +21,13 @@ from .backends import AUTO
 from .checks import check_shape
 from .decode_call import LENGTHS, token_stride
 from .operator import TensorArg
-from .paged_cache import cache_view
+from .paged_cache import Q_DTYPES, cache_view
 from .plain_operator import PlainCall, PlainOperator
 from .runtime import NativeRelease
 
 if TYPE_CHECKING:
     from .tracing.schema import TracedCall
 
-# Dtype of the caches -> that of new keys and values: the same bytes, or what is quantised.
-SOURCE_DTYPES = {
-    "bfloat16": ("bfloat16",),
-    "float16": ("float16",),
-    "float8_e4m3fn": ("bfloat16", "float16", "float8_e4m3fn"),
-}
 HEAD_DIM_STEP, MAX_HEAD_DIM = 16, 1024
 _MOST_TOKENS = 1 << 30  # the number of a token behind them, where a CTA's next chunk would begin, fits an int32
 SCALES = ("k_scale", "v_scale")
@@ -224,10 +218,10 @@ def _traced(call: PlainCall) -> TracedCall:
 APPEND_KV = PlainOperator(
     name="append_kv",
     tensors=(
-        TensorArg("key", SOURCE_DTYPES, "k_cache", alignment=16, stride_bytes=16, rows=True, canonical=_source),
-        TensorArg("value", SOURCE_DTYPES, "k_cache", alignment=16, stride_bytes=16, rows=True, canonical=_source),
-        _cache_arg("k_cache", dtypes=tuple(SOURCE_DTYPES)),
-        _cache_arg("v_cache", dtypes={dtype: (dtype,) for dtype in SOURCE_DTYPES}, dtypes_by="k_cache"),
+        TensorArg("key", Q_DTYPES, "k_cache", alignment=16, stride_bytes=16, rows=True, canonical=_source),
+        TensorArg("value", Q_DTYPES, "k_cache", alignment=16, stride_bytes=16, rows=True, canonical=_source),
+        _cache_arg("k_cache", dtypes=tuple(Q_DTYPES)),
+        _cache_arg("v_cache", dtypes={dtype: (dtype,) for dtype in Q_DTYPES}, dtypes_by="k_cache"),
         TensorArg("page_table", ("int32",), rows=True),
         TensorArg("seq_lens", LENGTHS, optional=True, contiguous=True),
         TensorArg("cum_seq_lens", LENGTHS, optional=True, contiguous=True),

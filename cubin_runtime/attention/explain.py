@@ -26,7 +26,6 @@ from ..kernels.native.selection import Selection
 from ..kernels.native.sparse_mla.select import MAX_WIDTH, SparseMlaShape, select_sparse_mla
 from ..launch.driver import DeviceFacts
 from ..values import dataclass
-from .append_operator import SOURCE_DTYPES
 from .backends import HOPPER
 from .context_call import Q_DTYPES as CONTEXT_Q_DTYPES
 from .latent_cache import Q_DTYPES as MLA_Q_DTYPES
@@ -237,7 +236,7 @@ def _tokens(sizes: CallSizes) -> int:
 
 
 def _append_shape(sizes: CallSizes) -> AppendShape:
-    return AppendShape(dtype=sizes.query_dtype(SOURCE_DTYPES), kv_dtype=sizes.dtype_kv, tokens=_tokens(sizes))
+    return AppendShape(dtype=sizes.query_dtype(Q_DTYPES), kv_dtype=sizes.dtype_kv, tokens=_tokens(sizes))
 
 
 def _merge_shape(sizes: CallSizes) -> MergeShape:

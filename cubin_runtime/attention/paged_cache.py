@@ -14,7 +14,7 @@ MAX_GROUP = 32
 HEAD_DIMS = (32, 64, 128, 256, 512)
 PAGE_SIZES = (16, 32, 64, 128, 256, 512, 1024)
 MOST_KEYS = 1 << 30  # of a request on all ranks: positions, and windows subtracted from them, fit an int32
-# KV dtype -> what q may be; the output may be any of them.
+# KV dtype -> what queries, and new keys and values, may be; an output may be any of them.
 Q_DTYPES = {
     "bfloat16": ("bfloat16",),
     "float16": ("float16",),
