@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -21,7 +20,7 @@ from ..kernels.trtllm_gen.kernel_finder import KernelFinder
 from ..kernels.trtllm_gen.parameter_values import DESCRIPTORS
 from ..kernels.trtllm_gen.params import KERNEL_PARAMS
 from ..kernels.trtllm_gen.traits import Policy, SparseType
-from ..launch.struct_types import SCALARS, TENSOR_MAP_BYTES
+from ..launch.struct_types import TENSOR_MAP_BYTES
 from ..launch.tensormap import TensorMapSpec
 from ..launch.tensormap_rules import (
     DTYPES,
@@ -128,7 +127,7 @@ def decision_record(decision: Decision, stream: object = None) -> Json:
         "nonportable_cluster_set_for": [m.symbol for m, size in clusters if size > LARGEST_PORTABLE_CLUSTER],
         "tma": {name: _spec(decision.values[name]) for name in MARKERS},
         "params": _params(decision.values),
-        "params_hex": pack(decision.values, built).hex(),
+        "params_hex": KERNEL_PARAMS.pack({**decision.values, **dict.fromkeys(DESCRIPTORS), **built}).hex(),
         "reduction": _reduction(decision),
         "lse": _lse(decision.lse),
     }
@@ -239,33 +238,3 @@ def _lse(launch: OperationLaunch | None) -> Json | None:
         "lse_stride_heads": values["head_stride"],
         "n": values["rows"],
     }
-
-
-def _format() -> struct.Struct:
-    """The parameter struct as one ``struct.Struct``, so that one call packs it."""
-    text, end = "<", 0
-    for member in KERNEL_PARAMS.fields:
-        text += f"{member.offset - end}x" if member.offset > end else ""
-        code = SCALARS[member.type].format[1:] if member.type in SCALARS else f"{member.size}s"
-        text, end = text + code, member.offset + member.size
-    return struct.Struct(text + f"{KERNEL_PARAMS.size - end}x")
-
-
-_PACKER = _format()
-_NAMES = tuple(member.name for member in KERNEL_PARAMS.fields)
-_DESCRIPTORS = tuple(place for place, member in enumerate(KERNEL_PARAMS.fields) if member.type == "CUtensorMap")
-_DIVISORS = tuple(place for place, member in enumerate(KERNEL_PARAMS.fields) if member.type == "FastModDiv")
-
-
-def pack(values: Mapping[str, object], descriptors: Mapping[str, bytes]) -> bytes:
-    """The parameter struct's bytes from the ``values`` of a decision, in their order.
-
-    ``descriptors`` are the 128 bytes of each built one by field name. These are the bytes that
-    ``KERNEL_PARAMS.pack`` gives, in a tenth of the time.
-    """
-    cells = [0 if value is None else value for value in values.values()]
-    for place in _DESCRIPTORS:
-        cells[place] = descriptors.get(_NAMES[place], b"")
-    for place in _DIVISORS:
-        cells[place] = cells[place].to_bytes()  # type: ignore[attr-defined]
-    return _PACKER.pack(*cells)

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from append_reference import append_kv_reference, token_positions
 
 from cubin_runtime.attention.append_operator import APPEND_KV, AppendOptions
-from cubin_runtime.attention.append_reference import append_kv_reference, token_positions
 from cubin_runtime.attention.plain_operator import PlainCall
 from cubin_runtime.attention.tracing.append import traced_append
 

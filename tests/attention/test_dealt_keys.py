@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from append_reference import merge_states_reference
 from attention_examples import H200, Tensors
 from latent_examples import PARAMS, latent_call, view
 
 from cubin_runtime.attention import Runtime, mla_decode, paged_decode, plan_paged_decode
-from cubin_runtime.attention.append_reference import merge_states_reference
 from cubin_runtime.attention.reference import paged_decode_reference
 from cubin_runtime.errors import UsageError
 from cubin_runtime.kernels.native.decode.params import PAGED_DECODE_TMA

@@ -11,10 +11,11 @@ from trtllm_calls import MadeUpMemory, context_arguments, decode_arguments, mla_
 from cubin_runtime.attention import Runtime
 from cubin_runtime.attention.trtllm_gen.plan_key import bounded
 from cubin_runtime.attention.trtllm_gen.plans import AttentionPlan
-from cubin_runtime.cli.recorded_decisions import pack
 from cubin_runtime.compat import flashinfer
 from cubin_runtime.kernels.trtllm_gen.call import Call
 from cubin_runtime.kernels.trtllm_gen.decision import decide_selected
+from cubin_runtime.kernels.trtllm_gen.parameter_values import DESCRIPTORS
+from cubin_runtime.kernels.trtllm_gen.params import KERNEL_PARAMS
 from cubin_runtime.testing import StandIn
 
 Operator = tuple[Callable[..., Any], Callable[..., dict[str, Any]]]
@@ -57,7 +58,7 @@ def expected_parameters(runtime: Runtime, spy: Spy) -> bytes:
         for name, spec in values.items()
         if name.startswith("tma") and spec is not None
     }
-    return pack(values, encoded)
+    return KERNEL_PARAMS.pack({**values, **dict.fromkeys(DESCRIPTORS), **encoded})
 
 
 def reduced_mla(memory: MadeUpMemory, **changes: Any) -> dict[str, Any]:

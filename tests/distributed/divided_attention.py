@@ -9,8 +9,8 @@ from typing import Any
 from weakref import ref
 
 import numpy as np
+from append_reference import merge_states_reference
 
-from cubin_runtime.attention.append_reference import merge_states_reference
 from cubin_runtime.attention.reference import paged_decode_reference
 from cubin_runtime.distributed import ContextParallelMerge, HeadGather, KvPartition
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from append_reference import append_kv_reference, token_positions
 
-from cubin_runtime.attention.append_reference import append_kv_reference, token_positions
 from cubin_runtime.attention.values import bfloat16_bits, bfloat16_values, e4m3_bits
 
 UNTOUCHED = 0xA5

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from append_reference import merge_states_reference
 
-from cubin_runtime.attention.append_reference import merge_states_reference
 from cubin_runtime.attention.values import bfloat16_bits, bfloat16_values
 
 _BITS = {"bfloat16": np.uint16, "float16": np.float16, "float32": np.float32}

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from append_reference import merge_states_reference
 from decode_values import normal_bits
 from device_checks import assert_all_pass, assert_reported, assert_right_twice
 from graph_replays import replay_over
@@ -24,7 +25,6 @@ from sparse_mla_cases import (
 from sparse_mla_device import sparse_mla_on_device
 
 from cubin_runtime.attention import Runtime, TensorView, plan_mla_decode
-from cubin_runtime.attention.append_reference import merge_states_reference
 from cubin_runtime.testing.compare import assert_attention_close
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("mla_backend")]
