@@ -1,4 +1,4 @@
-"""``inspect``: facts about a cubin, and whether they agree with its pin and its metadata."""
+"""``inspect``: facts about a cubin, or about all of a release, and whether they agree with pin and metadata."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ if TYPE_CHECKING:
     from ..artifacts.cubins.cubin import Cubin
     from ..artifacts.library import Library
     from ..artifacts.pins.pin import Pin
-    from ..artifacts.tables.kernel_filter import KernelRow
+    from ..artifacts.releases.catalog import Entry
+    from ..artifacts.tables.kernel_filter import KernelFilter, KernelRow
 
 MAX_FILE_BYTES = 256 << 20
+_SUFFIX = ".cubin"
 
 
 def register(app: typer.Typer) -> None:
@@ -47,14 +49,13 @@ def inspect(
     from ..artifacts.cubins.cubin import parse_cubin
     from ..artifacts.library import Library
     from ..artifacts.tables.kernel_filter import KernelFilter
-    from .inspect_release import survey, surveyed_pin
 
     wanted = KernelFilter.from_words(sm, family, dtype, head_dim, match)
     library = Library(options.make_config(store, source, pins, offline))
     if not _is_file(target):
         target = _resolved(library, target)
-    if (surveyed := None if _is_file(target) else surveyed_pin(library, target)) is not None:
-        survey(library, surveyed, target, wanted, json)
+    if (surveyed := None if _is_file(target) else _surveyed_pin(library, target)) is not None:
+        _survey(library, surveyed, target, wanted, json)
         return
     if not wanted.is_empty:
         raise UsageError("inspect: filters need a release or a folder, for example: inspect trtllm-gen-0.6.13 --sm 100")
@@ -237,3 +238,82 @@ def _print_inspection(report: dict[str, Any]) -> None:
             for k in report["kernels"]
         ),
     )
+
+
+def _surveyed_pin(library: Library, target: str) -> Pin | None:
+    """The pin of a release or a folder in it; None if the target names one artifact or nothing pinned."""
+    from ..artifacts.path import ArtifactPath
+
+    try:
+        pin = library.pins.get(target)
+    except PinError:
+        return None
+    if target.rstrip("/") in (pin.name, pin.path.text):
+        return pin
+    path = ArtifactPath(target.rstrip("/"))
+    return pin if path not in library.manifest(pin).digests else None
+
+
+def _survey(library: Library, pin: Pin, target: str, wanted: KernelFilter, json: bool) -> None:
+    """Show a line for each local cubin; only manifest and metadata are fetched.
+
+    Ends with code 5 if one is damaged, or its metadata disagrees with it.
+    """
+    from ..artifacts.releases.catalog import open_catalog
+
+    catalog = open_catalog(library, pin, fetch=not library.config.offline)
+    inside = set(library.select(pin, None if target == pin.name else target))
+    entries = [one for one in catalog.chosen_by(wanted) if one.path in inside and one.path.name.endswith(_SUFFIX)]
+    if not entries:
+        raise UsageError(f"inspect {target!r}: the filters match no cubin")
+    found: list[dict[str, Any]] = []
+    not_fetched = 0
+    with output.progress(f"inspect {pin.name}", len(entries)) as advance:
+        for entry in entries:
+            try:
+                found.append(_facts(library, pin, entry))
+            except (MissingError, SourceError):
+                not_fetched += 1
+            except CorruptError as error:
+                found.append({"path": entry.path.text, "sha256": entry.sha256, "problem": str(error)})
+            advance(1)
+    if json:
+        output.emit_json("inspect", {"pin": pin.name, "cubins": found, "not_fetched": not_fetched})
+    else:
+        _print_survey(pin, found, not_fetched)
+    if any(one.get("problem") or one.get("disagreements") for one in found):
+        output.finish([CorruptError.exit_code])
+
+
+def _facts(library: Library, pin: Pin, entry: Entry) -> dict[str, Any]:
+    from ..artifacts.cubins.cubin import parse_cubin
+
+    data = library.load(entry.path, fetch=False).data
+    cubin = parse_cubin(data)
+    row = entry.row
+    return {
+        "path": entry.path.text,
+        "sha256": entry.sha256,
+        "bytes": len(data),
+        "architecture": str(cubin.architecture),
+        "kernels": list(cubin.kernels),
+        "disagreements": [] if row is None else differences(library, pin, row, data, cubin, entry.path),
+    }
+
+
+def _print_survey(pin: Pin, found: list[dict[str, Any]], not_fetched: int) -> None:
+    output.table(
+        ("file", "target", "bytes", "kernels", "metadata"),
+        (
+            (
+                one["path"].removeprefix(f"{pin.path}/"),
+                one.get("architecture", "unknown"),
+                one.get("bytes", "unknown"),
+                len(one.get("kernels", ())),
+                one.get("problem") or "; ".join(one["disagreements"]) or "no disagreement",
+            )
+            for one in found
+        ),
+    )
+    if not_fetched:
+        output.note_line(f"{pin.name}: {not_fetched} more are not fetched")
