@@ -21,13 +21,13 @@ from ..kernels.trtllm_gen.parameter_values import DESCRIPTORS
 from ..kernels.trtllm_gen.params import KERNEL_PARAMS
 from ..kernels.trtllm_gen.traits import Policy, SparseType
 from ..launch.struct_types import TENSOR_MAP_BYTES
-from ..launch.tensormap import TensorMapSpec
-from ..launch.tensormap_rules import (
+from ..launch.tensormap import (
     DTYPES,
     FILLS,
     INTERLEAVES,
     L2_PROMOTIONS,
     SWIZZLES,
+    TensorMapSpec,
 )
 from .recorded_cases import CaseError, case_in, occupancy_of, problem_of
 

@@ -12,8 +12,6 @@ from .structs import StructLayout
 
 if TYPE_CHECKING:
     from ..artifacts.cubins.cubin import Cubin, KernelFacts
-    from .modules import LoadedKernel
-    from .plan import LaunchPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,23 +129,3 @@ def check_fingerprint(layout: StructLayout, size: int, fingerprint: str) -> None
             f"fingerprint {layout.fingerprint[:16]}; "
             f"the release was recorded with {size} bytes, fingerprint {fingerprint[:16]}"
         )
-
-
-def check_fits(plan: LaunchPlan, kernel: LoadedKernel) -> None:
-    """Raise ``AbiError`` if a plan asks for more than its kernel was gated for."""
-    wanted, given = (plan.symbol, plan.sha256, plan.layout), (kernel.symbol, kernel.sha256, kernel.layout)
-    if wanted != given:
-        raise AbiError(f"plan for {_identity(*wanted)}; the kernel given is {_identity(*given)}")
-    if plan.threads > kernel.max_threads:
-        raise AbiError(f"plan of {plan.threads} threads per block; {kernel.symbol!r} takes {kernel.max_threads}")
-    if plan.shared_bytes > kernel.shared_bytes:
-        raise AbiError(
-            f"plan of {plan.shared_bytes} bytes of dynamic shared memory; "
-            f"{kernel.symbol!r} was loaded for {kernel.shared_bytes}"
-        )
-    if plan.attributes.nonportable_cluster and not kernel.nonportable_cluster:
-        raise AbiError(f"plan with a non-portable cluster; {kernel.symbol!r} was loaded for portable ones")
-
-
-def _identity(symbol: str, sha256: str, layout: StructLayout) -> str:
-    return f"{symbol!r} (sha256 {sha256[:12]}, struct {layout.name} {layout.fingerprint[:16]})"

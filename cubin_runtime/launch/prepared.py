@@ -9,9 +9,8 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-from ..errors import UsageError
+from ..errors import AbiError, UsageError
 from . import driver_api as api
-from .abi import check_fits
 from .accelerator import Senders, accelerator
 from .driver import Driver, DriverCallError
 from .modules import LoadedKernel
@@ -28,6 +27,7 @@ from .run_source import (
     send_lines,
 )
 from .streams import is_default
+from .structs import StructLayout
 from .tensormap import MovedDescriptors, TensorMapCache
 
 # What the driver answers where another context is current than a default stream is meant in, or none.
@@ -83,7 +83,7 @@ class PreparedLaunches:
         """
         launches = list(zip(plans, kernels, strict=True))
         for plan, kernel in launches:
-            check_fits(plan, kernel)
+            _check_fits(plan, kernel)
         self._launches = tuple([PreparedLaunch(plan, kernel, names) for plan, kernel in launches])
         self._device, self._context = kernels[0].device, kernels[0].context
         self._driver = driver
@@ -298,3 +298,23 @@ class PreparedLaunches:
         if code:
             raise self._failed(code)
         return False
+
+
+def _check_fits(plan: LaunchPlan, kernel: LoadedKernel) -> None:
+    """Raise ``AbiError`` if a plan asks for more than its kernel was gated for."""
+    wanted, given = (plan.symbol, plan.sha256, plan.layout), (kernel.symbol, kernel.sha256, kernel.layout)
+    if wanted != given:
+        raise AbiError(f"plan for {_identity(*wanted)}; the kernel given is {_identity(*given)}")
+    if plan.threads > kernel.max_threads:
+        raise AbiError(f"plan of {plan.threads} threads per block; {kernel.symbol!r} takes {kernel.max_threads}")
+    if plan.shared_bytes > kernel.shared_bytes:
+        raise AbiError(
+            f"plan of {plan.shared_bytes} bytes of dynamic shared memory; "
+            f"{kernel.symbol!r} was loaded for {kernel.shared_bytes}"
+        )
+    if plan.attributes.nonportable_cluster and not kernel.nonportable_cluster:
+        raise AbiError(f"plan with a non-portable cluster; {kernel.symbol!r} was loaded for portable ones")
+
+
+def _identity(symbol: str, sha256: str, layout: StructLayout) -> str:
+    return f"{symbol!r} (sha256 {sha256[:12]}, struct {layout.name} {layout.fingerprint[:16]})"

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from cubin_runtime.launch.driver import Driver
-from cubin_runtime.launch.tensormap import TensorMapSpec
-from cubin_runtime.launch.tensormap_rules import DTYPES, FILLS, INTERLEAVES, L2_PROMOTIONS, SWIZZLES
+from cubin_runtime.launch.tensormap import DTYPES, FILLS, INTERLEAVES, L2_PROMOTIONS, SWIZZLES, TensorMapSpec
 
 pytestmark = pytest.mark.gpu
 

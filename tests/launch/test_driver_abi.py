@@ -10,7 +10,7 @@ from cuda.bindings import driver as reference
 
 from cubin_runtime.launch import driver_api as api
 from cubin_runtime.launch.driver_errors import STICKY
-from cubin_runtime.launch.tensormap_rules import DTYPES, FILLS, INTERLEAVES, L2_PROMOTIONS, SWIZZLES
+from cubin_runtime.launch.tensormap import DTYPES, FILLS, INTERLEAVES, L2_PROMOTIONS, SWIZZLES
 from cubin_runtime.testing import StandIn
 from cubin_runtime.testing.graph_driver import CAPTURE_MODES, PROTOTYPES
 from cubin_runtime.testing.standin import cuda_include

@@ -9,8 +9,7 @@ from tensormap_cases import ACCEPTED, BASE, BROKEN
 
 from cubin_runtime.errors import UsageError
 from cubin_runtime.launch.driver import Driver, DriverCallError
-from cubin_runtime.launch.tensormap import TensorMapCache, TensorMapError
-from cubin_runtime.launch.tensormap_rules import RULES
+from cubin_runtime.launch.tensormap import RULES, TensorMapCache, TensorMapError
 from cubin_runtime.testing import StandIn
 
 

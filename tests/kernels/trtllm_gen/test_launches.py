@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cubin_runtime.kernels.trtllm_gen.params import KERNEL_PARAMS
-from cubin_runtime.launch import tensormap_rules as rules
+from cubin_runtime.launch import tensormap as rules
 from cubin_runtime.launch.fastmoddiv import FastModDiv
 from cubin_runtime.launch.plan import LaunchAttributes
 from cubin_runtime.launch.tensormap import TensorMapSpec

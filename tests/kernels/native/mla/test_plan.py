@@ -12,7 +12,7 @@ from cubin_runtime.kernels.native.mla.params import PAGED_MLA_DECODE
 from cubin_runtime.kernels.native.mla.plan import MlaProblem, cache_descriptor, mla_launch, mla_regions
 from cubin_runtime.kernels.native.mla.select import MlaSelection, MlaShape, select_mla_decode
 from cubin_runtime.launch.plan import LaunchPlan
-from cubin_runtime.launch.tensormap_rules import check_tensor_map
+from cubin_runtime.launch.tensormap import check_tensor_map
 
 PROBLEM = MlaProblem(
     batch=6,

@@ -13,7 +13,7 @@ from cubin_runtime.kernels.native.prefill.params import CONTEXT_ATTENTION, CONTE
 from cubin_runtime.kernels.native.prefill.plan import ContextProblem, KvStrides, context_launch
 from cubin_runtime.kernels.native.prefill.select import ContextShape, select_context_attention
 from cubin_runtime.launch.plan import LaunchPlan
-from cubin_runtime.launch.tensormap_rules import check_tensor_map
+from cubin_runtime.launch.tensormap import check_tensor_map
 
 RAGGED = ContextProblem(
     dtype="bf16",
