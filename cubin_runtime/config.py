@@ -68,7 +68,7 @@ class Config:
     must be signed by one of the keys; ``pin_state`` is the file that records the newest version of each signed file
     (None: versions are not recorded). ``offline`` forbids all network access. ``lazy_fetch`` allows a missing kernel to
     be fetched on first use. ``network`` has the network settings. ``profile`` measures launches and marks them for NVTX
-    (``Runtime.stats``). ``record`` is a folder in which every call is recorded (``attention.recorded``).
+    (``Runtime.stats``). ``record`` is a folder in which every call is recorded (``debug.recorded``).
     """
 
     store: Path

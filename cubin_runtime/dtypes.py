@@ -16,7 +16,7 @@ class DType(NamedTuple):
     """One dtype.
 
     ``name`` is torch's word, ``short`` that of kernels' metadata and the command line. ``map_type`` is what TMA
-    descriptors call the elements (``launch.tensormap_rules``), which move e4m3 as bytes; ``type_code`` is its number in
+    descriptors call the elements (``launch.tensormap``), which move e4m3 as bytes; ``type_code`` is its number in
     the fields q_type and out_type of native kernels' structs, ``merge_code`` in out_type of ``MergeStatesParams``; None
     where they do not take it.
     """

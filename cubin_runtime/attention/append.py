@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..launch.driver import DeviceFacts
+from ..launch.semaphore_workspace import AnyWorkspace
 from .append_operator import APPEND_KV, SCALES
 from .backends import AUTO
 from .fast_path import CALL_RUNTIME, operator_function
-from .operator_plan import AnyWorkspace
 from .plain_operator import PlainPlan, plain_op, plan_plain, run_plain
 from .runtime import Runtime
 

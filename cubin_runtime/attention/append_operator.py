@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..dtypes import DTYPES, ITEM_BYTES
 from ..errors import UsageError
@@ -24,9 +24,6 @@ from .operator import TensorArg
 from .paged_cache import Q_DTYPES, cache_view
 from .plain_operator import PlainCall, PlainOperator
 from .runtime import NativeRelease
-
-if TYPE_CHECKING:
-    from .tracing.schema import TracedCall
 
 HEAD_DIM_STEP, MAX_HEAD_DIM = 16, 1024
 _MOST_TOKENS = 1 << 30  # the number of a token behind them, where a CTA's next chunk would begin, fits an int32
@@ -209,12 +206,6 @@ def _launches(call: PlainCall, device: DeviceFacts, release: NativeRelease) -> S
     return [append_launch(selection, problem, release.file_of(selection.kernel))]
 
 
-def _traced(call: PlainCall) -> TracedCall:
-    from .tracing.append import traced_append
-
-    return traced_append(call)
-
-
 APPEND_KV = PlainOperator(
     name="append_kv",
     tensors=(
@@ -234,6 +225,5 @@ APPEND_KV = PlainOperator(
     scales=SCALES,
     check=_check,
     launches=_launches,
-    traced=_traced,
     op_options={"kv_layout": "str", "lengths_include_new": "bool"},
 )

@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from ..launch.regions import workspace_size
+from ..launch.semaphore_workspace import SemaphoreWorkspace
 from ..launch.streams import stream_handle
-from ..tensor import view_of
+from ..tensor import is_torch, view_of
 from ..values import dataclass
-from .fast_path.notes import Launched
+from .fast_path.notes import Launched, note_unrepeatable
 from .operator import CallTensors
-from .torch_ops import scratch_of_call
+from .torch_ops import TORCH_SCRATCH, torch_bytes
 
 if TYPE_CHECKING:
+    from ..launch.semaphore_workspace import AnyWorkspace
     from ..protocols import Stream
-    from .operator_plan import AnyWorkspace, OperatorPlan
+    from .operator_plan import OperatorPlan
     from .runtime import PlanRuntime
 
 PlanT_co = TypeVar("PlanT_co", bound="OperatorPlan", covariant=True)
@@ -77,3 +80,29 @@ def stream_of(runtime: PlanRuntime, stream: Stream | None, first: Any, name: str
     if isinstance(first, int):
         first = view_of(first, name)  # type: ignore[arg-type]  # which refuses it
     return runtime.memory.current_stream(first)
+
+
+def scratch_of_torch(plan: OperatorPlan, device: int) -> SemaphoreWorkspace:
+    """Memory for one run of a plan, zeroed where it must be; torch frees it in stream order, behind the run."""
+    tensors, parts = list[Any](), list[tuple[int, int]]()
+    for zeroed in (True, False):
+        size = workspace_size([region for region in plan.regions if region.zeroed == zeroed])
+        tensor = torch_bytes(size, device, zeroed=zeroed) if size else None
+        tensors.append(tensor)
+        parts.append((0 if tensor is None else tensor.data_ptr(), size))
+    semaphores, scratch = parts
+    return SemaphoreWorkspace(semaphores, scratch, owner=tensors)
+
+
+def scratch_of_call(runtime: PlanRuntime, plan: OperatorPlan, workspace: Any, like: Any, stream: int) -> Any:
+    """The workspace of a call that asked for ``workspace`` with the tensor ``like``; None: the plan's own.
+
+    In a capture by torch that is memory of the graph: nobody could have reserved room for it in a plan that the call
+    finds by itself.
+    """
+    if workspace is None and is_torch(like) and stream == runtime.memory.current_stream(like):
+        with runtime.driver.using(runtime.driver.context_on(plan.device)):
+            if runtime.driver.is_capturing(stream):
+                note_unrepeatable()
+                workspace = TORCH_SCRATCH
+    return scratch_of_torch(plan, plan.device) if workspace is TORCH_SCRATCH else workspace

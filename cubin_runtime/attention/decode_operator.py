@@ -1,4 +1,4 @@
-"""The pipeline that all decodes share: defaults, the plan cache, the run, and recording of traced calls."""
+"""The pipeline that all decodes share: defaults, the plan cache, and the run."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from dataclasses import fields, replace
 from functools import cache
 from itertools import pairwise
 from math import isfinite, prod
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from ..errors import UsageError
 from ..kernels.native.launches import NativeLaunch
 from ..kernels.native.problem import LOG2_E
 from ..launch.driver import DeviceFacts
+from ..launch.semaphore_workspace import check_workspace
 from ..launch.streams import stream_handle
 from ..tensor import is_torch, view_of
 from ..values import dataclass
@@ -23,16 +24,11 @@ from .checks import OptionCheck, check_options, integer, option_checks
 from .decode_call import KV_SCALES, DecodeCall, DecodeOptions, check_query_bounds
 from .fast_path import note_launch
 from .operator import CallTensors, Given, Operator
-from .operator_plan import check_workspace
 from .process import runtime_of
-from .recording import record, recording
 from .runtime import NativeRelease, PlanRuntime, Runtime
 from .scales import split_scale
 from .step_plan import StepPlan
 from .torch_ops import RUNTIME_SCRATCH, TORCH_SCRATCH
-
-if TYPE_CHECKING:
-    from .tracing.schema import TracedCall
 
 # The argument that a number of the launch is a multiple of.
 SCALES = {"softmax_scale_log2": "softmax_scale", "output_scale": "output_scale"}
@@ -46,9 +42,8 @@ class DecodeOperator(Operator):
     ``options`` names those of ``options_type`` that it has. ``check`` raises for a call that breaks a rule.
     ``capacity`` is the most keys that a request can have. ``launches`` plans a checked call for a device with the
     kernels of a release; its bound is ``max_seq_len`` of its options. ``output`` is the shape and dtype (None: that of
-    q) of an output to be made for q, ``scale`` the default softmax scale for the shape of q, ``traced`` the record of a
-    call, or the reason why it has none. ``max_queries`` are the most query tokens of a request; None: any number, and
-    their bound is never read back.
+    q) of an output to be made for q, ``scale`` the default softmax scale for the shape of q. ``max_queries`` are the
+    most query tokens of a request; None: any number, and their bound is never read back.
     """
 
     options: tuple[str, ...]
@@ -57,7 +52,6 @@ class DecodeOperator(Operator):
     launches: Callable[[DecodeCall, DeviceFacts, NativeRelease], Sequence[NativeLaunch[Any]]]
     output: Callable[[Any], tuple[tuple[int, ...], str | None]]
     scale: Callable[[tuple[int, ...]], float]
-    traced: Callable[[DecodeCall], TracedCall | str]
     options_type: type[DecodeOptions] = DecodeOptions
     max_queries: int | None = None
 
@@ -82,14 +76,6 @@ class DecodePlan(StepPlan):
 
     operator: DecodeOperator
     options: DecodeOptions
-
-    def traced(self, arguments: dict[str, Any]) -> TracedCall | str:
-        """As ``StepPlan``."""
-        numbers: dict[str, Any] = {"max_seq_len": arguments["max_seq_len"]}
-        for name in (*SCALES.values(), *self.operator.kv_scales):
-            numbers[name], arguments[name] = split_scale(arguments[name], name)
-        options = replace(self.options, **{name: number for name, number in numbers.items() if number is not None})
-        return self.operator.traced(DecodeCall(self.operator.read(arguments, options), options))
 
     @property
     def bounds(self) -> tuple[int, int]:
@@ -163,8 +149,6 @@ def run_decode(plan_class: type[DecodePlan], operator: DecodeOperator, arguments
     launched = family.launch(plan, family.tensors.addresses, numbers, workspace, q, handle)
     shortest = 0 if kept == 1 << _SMALLEST_BOUND_LOG2 else kept // 2 + 1
     note_launch(launched._replace(bounds=(shortest, plan.options.max_seq_len), family=family))
-    if recording():
-        record(operator.traced(DecodeCall(family.tensors, options)))
     return arguments["out"]
 
 

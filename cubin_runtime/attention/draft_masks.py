@@ -17,6 +17,7 @@ from ..kernels.native.draft_mask.plan import DraftMaskProblem, draft_mask_launch
 from ..kernels.native.draft_mask.select import DraftMaskSelection, DraftMaskShape, select_draft_mask
 from ..kernels.native.launches import NativeLaunch
 from ..launch.driver import DeviceFacts
+from ..launch.semaphore_workspace import AnyWorkspace
 from ..values import dataclass
 from .backends import AUTO
 from .checks import check_shape, integer
@@ -24,7 +25,6 @@ from .decode_call import LENGTHS, MASK_BITS, MASK_ELEMENTS, mask_words, token_st
 from .fast_path import operator_function
 from .host_draft_masks import is_on_host, pack_on_host
 from .operator import TensorArg
-from .operator_plan import AnyWorkspace
 from .plain_operator import PlainCall, PlainOperator, PlainPlan, plain_op, plan_plain, run_plain
 from .process import default_runtime
 from .runtime import NativeRelease, Runtime
@@ -118,7 +118,6 @@ DRAFT_MASK = PlainOperator(
     scales=(),
     check=_check,
     launches=_launches,
-    traced=lambda _: "draft_mask: no definition",
     op_options={"max_q_len": "SymInt?"},
 )
 

@@ -9,6 +9,7 @@ from ..dtypes import DTYPES
 from ..kernels.native.decode.shape import MAX_QUERIES
 from ..kernels.native.launches import NativeLaunch
 from ..launch.driver import DeviceFacts
+from ..launch.semaphore_workspace import AnyWorkspace
 from .backends import AUTO
 from .decode_call import (
     DEALING_OPTIONS,
@@ -25,7 +26,6 @@ from .decode_op import torch_op
 from .decode_operator import SCALES, DecodeOperator, DecodePlan, default_scale, plan_decode, run_decode
 from .fast_path import CALL_RUNTIME, operator_function
 from .operator import TensorArg
-from .operator_plan import AnyWorkspace
 from .paged_cache import Q_DTYPES, cache_arg, check_caches, check_table, strides_of, value_table_offset
 from .runtime import NativeRelease, Runtime
 
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from ..kernels.native.decode.select import DecodeSelection
     from ..protocols import DecodeBackend, DraftPosition, KvLayout, Stream
     from ..tensor import OutT, QueryT, Scale, Tensor
-    from .tracing.schema import TracedCall
 
 
 def _check(call: DecodeCall) -> None:
@@ -76,12 +75,6 @@ def _launches(call: DecodeCall, device: DeviceFacts, release: NativeRelease) -> 
     return decode_launches(select_decode(release.kernels, shape, device), problem, release.file_of)
 
 
-def _traced(call: DecodeCall) -> TracedCall:
-    from .tracing.decode import traced_decode
-
-    return traced_decode(call)
-
-
 PAGED_DECODE = DecodeOperator(
     name="paged_decode",
     tensors=decode_tensors(
@@ -102,7 +95,6 @@ PAGED_DECODE = DecodeOperator(
     launches=_launches,
     output=lambda q: (q.shape, "bfloat16" if q.dtype == "float8_e4m3fn" else None),
     scale=default_scale,
-    traced=_traced,
     max_queries=MAX_QUERIES,
 )
 

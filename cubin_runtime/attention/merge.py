@@ -14,13 +14,13 @@ from ..kernels.native.launches import NativeLaunch
 from ..kernels.native.merge.plan import MergeProblem, merge_launch
 from ..kernels.native.merge.select import MergeSelection, MergeShape, select_merge
 from ..launch.driver import DeviceFacts
+from ..launch.semaphore_workspace import AnyWorkspace
 from ..tensor import TensorView, view_of
 from ..values import dataclass
 from .backends import AUTO
 from .checks import check_dtype, check_shape
 from .fast_path import CALL_RUNTIME, operator_function
 from .operator import TensorArg
-from .operator_plan import AnyWorkspace
 from .plain_operator import PlainCall, PlainOperator, PlainPlan, plain_op, plan_plain, run_plain
 from .process import runtime_of
 from .runtime import NativeRelease, Runtime
@@ -132,7 +132,6 @@ MERGE_STATES = PlainOperator(
     scales=(),
     check=_check,
     launches=_launches,
-    traced=lambda _: "merge_states: no definition",
     op_options={"lse_base": "str"},
 )
 

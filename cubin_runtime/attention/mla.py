@@ -11,6 +11,7 @@ from ..kernels.native.launches import NativeLaunch
 from ..kernels.native.mla.plan import MlaProblem, mla_launch
 from ..kernels.native.mla.select import MAX_QUERIES, MlaSelection, select_mla_decode
 from ..launch.driver import DeviceFacts
+from ..launch.semaphore_workspace import AnyWorkspace
 from ..tensor import TensorView
 from .backends import AUTO
 from .decode_call import (
@@ -29,14 +30,12 @@ from .decode_operator import SCALES, DecodeOperator, DecodePlan, plan_decode, ru
 from .fast_path import CALL_RUNTIME, operator_function
 from .latent_cache import KV_CACHE, OUT_DTYPES, Q_DTYPES, ROPE, check_cache
 from .operator import TensorArg
-from .operator_plan import AnyWorkspace
 from .paged_cache import check_table
 from .runtime import NativeRelease, Runtime
 
 if TYPE_CHECKING:
     from ..protocols import DecodeBackend, Stream
     from ..tensor import OutT, QueryT, Scale, Tensor
-    from .tracing.schema import TracedCall
 
 
 def _check(call: DecodeCall) -> None:
@@ -83,12 +82,6 @@ def _no_default(_: tuple[int, ...]) -> float:
     raise UsageError("softmax_scale: None, expected a number or a float32 CUDA tensor of one element")
 
 
-def _traced(call: DecodeCall) -> TracedCall:
-    from .tracing.mla import traced_mla_decode
-
-    return traced_mla_decode(call)
-
-
 MLA_DECODE = DecodeOperator(
     name="mla_decode",
     # Rows of queries and outputs are moved in pieces of 16 bytes.
@@ -104,7 +97,6 @@ MLA_DECODE = DecodeOperator(
     launches=_launches,
     output=_output,
     scale=_no_default,
-    traced=_traced,
     max_queries=MAX_QUERIES,
 )
 

@@ -14,32 +14,24 @@ from ..launch.driver import Driver
 from ..launch.plan import LaunchPlan
 from ..launch.prepared import OtherContextError, PreparedLaunches, Sending
 from ..launch.regions import workspace_size
-from ..launch.semaphore_workspace import SemaphoreWorkspace
+from ..launch.semaphore_workspace import AnyWorkspace, check_workspace
 from ..launch.streams import stream_handle
 from ..launch.structs import FieldRow
 from ..launch.workspace import Workspace
 from ..launch.workspace_pool import WorkspacePool, context_of_launch
 from .fast_path import FastPaths, Launched, Scratch
+from .hook import Run, installed
 from .operator import CallTensors, Given, Operator
-from .recording import call_recorder
 from .region_places import RegionPlaces
 from .runtime import PlanRuntime
 
 if TYPE_CHECKING:
     from ..protocols import Stream
 
-AnyWorkspace = Workspace | SemaphoreWorkspace
-
 
 class ClampedInputError(DeviceError):
     """A kernel found a length, page id, position or prefix sum out of bounds and clamped or skipped it, so the output
     of that run is not the requested one."""
-
-
-def check_workspace(workspace: object) -> None:
-    """Raise ``UsageError`` for anything else, such as a tensor."""
-    if not isinstance(workspace, (Workspace, SemaphoreWorkspace)):
-        raise UsageError(f"workspace: got {type(workspace).__name__}, expected a Workspace or a SemaphoreWorkspace")
 
 
 class OperatorPlan:
@@ -75,6 +67,11 @@ class OperatorPlan:
         self._prepared: dict[int, PreparedLaunches] = {}
         self._regions_at = RegionPlaces(self.regions)
         self._pool = WorkspacePool(runtime.driver, self.device, self.workspace_bytes)
+
+    @property
+    def runtime(self) -> PlanRuntime:
+        """What it was planned with."""
+        return self._runtime
 
     @property
     def driver(self) -> Driver:
@@ -178,13 +175,11 @@ class OperatorPlan:
             WorkspaceError: the workspace is too small or belongs to another stream.
             DeviceError: the kernel cannot be loaded or launched.
         """
-        recorder = call_recorder()
-        if recorder is None:
+        hook = installed()
+        if hook is None:
             return self._launch(addresses, numbers, workspace, stream)
-        from .recorded.described import native_form
-
-        form = native_form(self, addresses, numbers, self._runtime)
-        return recorder.record(form, self.driver, stream, lambda: self._launch(addresses, numbers, workspace, stream))
+        run = Run(self, addresses, numbers, stream)
+        return hook(run, lambda: self._launch(addresses, numbers, workspace, stream))  # type: ignore[no-any-return]
 
     def _launch(
         self, addresses: tuple[int, ...], numbers: tuple[int, float, float], workspace: AnyWorkspace | None, stream: int

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import field, fields, replace
+from dataclasses import field, fields
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from ..errors import UsageError
 from ..kernels.native.launches import NativeLaunch
 from ..launch.driver import DeviceFacts
+from ..launch.semaphore_workspace import check_workspace
 from ..tensor import is_torch
 from ..values import dataclass
 from .backends import device_facts_of, resolve_backend
@@ -17,16 +18,11 @@ from .call_family import CallFamily, stream_of
 from .checks import OptionCheck, check_options, option_checks
 from .fast_path import note_launch
 from .operator import CallTensors, Operator
-from .operator_plan import check_workspace
 from .process import runtime_of
-from .recording import record, recording
 from .runtime import NativeRelease, PlanRuntime
 from .scales import split_scale
 from .step_plan import StepPlan
 from .torch_ops import RUNTIME_SCRATCH, TORCH_SCRATCH, TorchOp
-
-if TYPE_CHECKING:
-    from .tracing.schema import TracedCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +39,7 @@ class PlainOperator(Operator):
 
     ``options`` is the frozen class of its options, whose fields have the names of arguments; ``backend`` is among them.
     ``scales`` are arguments that are numbers other than 0, or tensors, or left out, which is another plan. ``check``
-    raises for a call that breaks a rule, ``launches`` plans a checked call, ``traced`` is as in ``DecodeOperator``.
+    raises for a call that breaks a rule, ``launches`` plans a checked call.
     ``op_options`` are the options that its torch op has beside backend and PDL, with their kinds.
     """
 
@@ -51,7 +47,6 @@ class PlainOperator(Operator):
     scales: tuple[str, ...]
     check: Callable[[PlainCall], None]
     launches: Callable[[PlainCall, DeviceFacts, NativeRelease], Sequence[NativeLaunch[Any]]]
-    traced: Callable[[PlainCall], TracedCall | str]
     op_options: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -74,13 +69,6 @@ class PlainPlan(StepPlan):
     """A plan of such an operator."""
 
     operator: PlainOperator
-
-    def traced(self, arguments: dict[str, Any]) -> TracedCall | str:
-        """As ``StepPlan``."""
-        names = self.operator.scales
-        numbers = zip(names, split_scales(names, arguments), strict=True)
-        options = replace(self.options, **{name: number for name, number in numbers if number is not None})
-        return self.operator.traced(PlainCall(self.operator.read(arguments, options), options))
 
     def numbers_of(self, arguments: dict[str, Any]) -> tuple[float, ...]:
         """As ``StepPlan``; a number that is left out is the plan's.
@@ -157,8 +145,6 @@ def run_plain(plan_class: type[PlainPlan], operator: PlainOperator, arguments: d
     tensors.check_addresses()
     launched = family.launch(its, tensors.addresses, _numbers(numbers), workspace, first, handle)
     note_launch(launched._replace(family=family))
-    if recording():
-        record(operator.traced(PlainCall(tensors, options)))
 
 
 def plain_op(operator: PlainOperator, complete: Callable[[dict[str, Any]], Any] = lambda _: None) -> TorchOp:

@@ -9,19 +9,18 @@ from ..kernels.native.launches import NativeLaunch
 from ..kernels.native.prefill.plan import context_launch
 from ..kernels.native.prefill.select import VALUE_DIMS, ContextSelection, ContextShape, select_context_attention
 from ..launch.driver import DeviceFacts
+from ..launch.semaphore_workspace import AnyWorkspace
 from .backends import AUTO
 from .context_call import CONTEXT_TENSORS, ContextOptions, capacity_of, check_context, problem_of
 from .decode_call import DecodeCall
 from .decode_op import torch_op
 from .decode_operator import SCALES, DecodeOperator, DecodePlan, default_scale, plan_decode, run_decode
 from .fast_path import CALL_RUNTIME, operator_function
-from .operator_plan import AnyWorkspace
 from .runtime import NativeRelease, Runtime
 
 if TYPE_CHECKING:
     from ..protocols import DecodeBackend, Stream
     from ..tensor import OutT, QueryT, Scale, Tensor
-    from .tracing.schema import TracedCall
 
 
 def _launches(call: DecodeCall, device: DeviceFacts, release: NativeRelease) -> Sequence[NativeLaunch[Any]]:
@@ -42,12 +41,6 @@ def _launches(call: DecodeCall, device: DeviceFacts, release: NativeRelease) -> 
     return [context_launch(selection, problem, release.file_of(selection.kernel))]
 
 
-def _traced(call: DecodeCall) -> TracedCall:
-    from .tracing.context import traced_context
-
-    return traced_context(call)
-
-
 CONTEXT_ATTENTION = DecodeOperator(
     name="context_attention",
     tensors=CONTEXT_TENSORS,
@@ -60,7 +53,6 @@ CONTEXT_ATTENTION = DecodeOperator(
     launches=_launches,
     output=lambda q: ((*q.shape[:-1], VALUE_DIMS.get(q.shape[-1], q.shape[-1])), None),
     scale=default_scale,
-    traced=_traced,
     options_type=ContextOptions,
     max_queries=None,
 )

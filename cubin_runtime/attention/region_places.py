@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ..launch.regions import Region
 
 if TYPE_CHECKING:
-    from .operator_plan import AnyWorkspace
+    from ..launch.semaphore_workspace import AnyWorkspace
 
 _MAX_PLACES = 1024  # that are remembered
 

@@ -30,8 +30,9 @@ from ..launch.structs import StructLayout
 from ..launch.tensormap import TensorMapCache
 from ..values import HashedOnce, dataclass
 from .fast_path.notes import FastPaths
-from .memory import TensorMemory, TorchMemory
+from .memory import TensorMemory
 from .plan_cache import PlanCache
+from .torch_memory import TorchMemory
 
 if TYPE_CHECKING:
     from ..artifacts.library import Library
@@ -273,7 +274,7 @@ class Runtime(PlanRuntime):
         self._trtllm_release = trtllm_release
         self._trtllm_gen = None
         if self.config.record is not None:
-            from .recorded.recorder import record_process
+            from .hook import record_process
 
             record_process(self.config.record)
 

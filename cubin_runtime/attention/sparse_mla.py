@@ -19,6 +19,7 @@ from ..kernels.native.sparse_mla.select import (
     select_sparse_mla,
 )
 from ..launch.driver import DeviceFacts
+from ..launch.semaphore_workspace import AnyWorkspace
 from ..tensor import TensorView, view_of
 from ..values import dataclass
 from .backends import AUTO
@@ -27,7 +28,6 @@ from .fast_path import CALL_RUNTIME, operator_function
 from .latent_cache import OUT_DTYPES
 from .merge import LSE_BASES
 from .operator import TensorArg
-from .operator_plan import AnyWorkspace
 from .plain_operator import PlainCall, PlainOperator, PlainPlan, plain_op, plan_plain, run_plain
 from .process import runtime_of
 from .runtime import NativeRelease, Runtime
@@ -213,7 +213,6 @@ SPARSE_MLA_DECODE = PlainOperator(
     scales=SCALES,
     check=_check,
     launches=_launches,
-    traced=lambda _: "sparse_mla_decode: no definition",
     op_options={"lse_base": "str", "lse_sink": "bool", "batch_invariant": "bool"},
 )
 

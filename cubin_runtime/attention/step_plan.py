@@ -1,17 +1,25 @@
-"""Plans whose run is one step: tensors, the numbers of the step, a workspace and a stream; and steps bound ahead."""
+"""Plans whose run is one step; with some arguments bound once, a step checks and writes only those that change."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
-from .bound_step import BoundStep, bind_step
-from .fast_path import note_launch
-from .operator_plan import AnyWorkspace, OperatorPlan
-from .recording import record, recording
+from ..errors import UsageError, WorkspaceError
+from ..launch.buffers import EagerClaim
+from ..launch.compiled import compiled
+from ..launch.prepared import ELSEWHERE
+from ..launch.semaphore_workspace import AnyWorkspace, check_workspace
+from ..launch.workspace import Workspace
+from .fast_path import note_launch, suspendable
+from .fast_path.at_once import at_once
+from .fast_path.guards import conditions, guarded
+from .operator_plan import OperatorPlan
 
 if TYPE_CHECKING:
     from ..protocols import Stream
-    from .tracing.schema import TracedCall
 
 
 class StepPlan(OperatorPlan):
@@ -24,19 +32,12 @@ class StepPlan(OperatorPlan):
         """
         raise NotImplementedError
 
-    def traced(self, arguments: dict[str, Any]) -> TracedCall | str:
-        """The record of a run by its arguments, or the reason why it has none; the dict is this function's own."""
-        raise NotImplementedError
-
     def run_step(self, arguments: dict[str, Any]) -> None:
         """A run by the arguments of ``run``, by name; the dict is this function's own."""
-        given = dict(arguments) if recording() else None
         numbers = self.numbers_of(arguments)
         addresses = self.addresses(arguments)
         launched = self.launch(addresses, numbers, arguments["workspace"], self.stream_of(arguments["stream"]))
         note_launch(launched if self.of_torch else launched._replace(memory=None))
-        if given is not None:
-            record(self.traced(given))
 
     def bind(
         self,
@@ -66,3 +67,187 @@ class StepPlan(OperatorPlan):
             WorkspaceError, DeviceError: as ``run``.
         """
         return bind_step(self, arguments, workspace, stream, graphs)
+
+
+def bind_step(
+    plan: StepPlan,
+    arguments: dict[str, Any],
+    workspace: AnyWorkspace | None,
+    stream: Stream | None,
+    graphs: int,
+) -> BoundStep:
+    """``plan.bind``; the dict is this function's own."""
+    names = [arg.name for arg in plan.operator.tensors]
+    known = dict.fromkeys((*names, *plan.operator.number_arguments))
+    for name in arguments:
+        if name not in known:
+            raise UsageError(f"{name}: expected one of {', '.join(known)}")
+    given = {name: arguments.get(name) for name in plan.operator.number_arguments}
+    numbers = plan.numbers_of(given)  # which leaves the scales that are tensors
+    tensors = {name: given.get(name, value) for name, value in arguments.items() if name in names}
+    addresses = plan.addresses_of(tensors)
+    handle = plan.stream_of(stream)
+    if workspace is None:
+        workspace = plan.new_workspace(handle)
+    check_workspace(workspace)
+    if graphs:
+        if not isinstance(workspace, Workspace):
+            raise WorkspaceError(f"graphs={graphs}: a SemaphoreWorkspace has no memory to reserve, expected 0")
+        workspace.reserve(graphs, handle)
+    full = _FullStep(plan, arguments, workspace, handle, (tensors, stream))
+    return BoundStep(full, addresses, numbers)
+
+
+class _FullStep:
+    """A step by the full path, and what is bound; the functions of a bound step refer to this and not to their owner,
+    with which they would be a reference cycle."""
+
+    def __init__(
+        self, plan: StepPlan, arguments: Mapping[str, Any], workspace: AnyWorkspace, stream: int, kept: object
+    ) -> None:
+        """``kept`` is held with the arguments."""
+        self.plan: StepPlan | None = plan
+        self.workspace: AnyWorkspace | None = workspace
+        self.stream = stream
+        planned = zip(plan.operator.tensors, plan.specs, strict=True)
+        self.free = tuple(arg for arg, spec in planned if spec is not None and arg.name not in arguments)
+        self._bound = dict(arguments)
+        self._kept = kept
+
+    def send(self, *tensors: Any) -> None:
+        """The step with the tensors that are not bound."""
+        plan = self.plan
+        if plan is None:
+            raise UsageError("step: the bound step is closed")
+        names = (*(arg.name for arg in plan.operator.tensors), *plan.operator.number_arguments)
+        given = zip((arg.name for arg in self.free), tensors, strict=True)
+        own = {"workspace": self.workspace, "stream": self.stream}
+        plan.run_step({**dict.fromkeys(names), **self._bound, **dict(given), **own})
+
+    def close(self) -> None:
+        """Let go of all that is bound."""
+        self.plan = self.workspace = self._kept = None
+        self._bound = {}
+
+
+class BoundStep:
+    """A step of a plan on one stream, made by ``plan.bind``; it keeps what is bound alive until ``close``.
+
+    ``step`` takes the tensors that are not bound, by position in the order of the plan's ``run`` or by name. It sends
+    what ``run`` would, and raises as it does. Any thread may call it (of the default stream that each thread has, one).
+    It may be captured, and each graph then has memory of its own: that of ``bind(graphs=n)``, or what eager steps had,
+    which get other memory.
+    """
+
+    def __init__(self, full: _FullStep, addresses: Mapping[str, int], numbers: tuple[Any, ...]) -> None:
+        """``addresses`` are those of the bound tensors by name."""
+        self._full = full
+        self._addresses = addresses
+        self._numbers = numbers
+        self._given = ", ".join(arg.name for arg in full.free)
+        self._in_order = compiled("step", f"def step({self._given}):\n    return [{self._given}]\n", {})
+        self._halts: list[str] = []  # why the function of its own must not be taken
+        self._send: Callable[..., None] | None = None  # that function
+        self._claim: EagerClaim | None = None  # of the buffer that it knows
+        if not full.free:
+            self._specialise(())
+        suspendable(self)
+
+    def step(self, *tensors: Any, **named: Any) -> None:
+        """Send a step; it takes the tensors that are not bound.
+
+        Raises:
+            UsageError: a tensor is not what was planned, or this is closed.
+            WorkspaceError: the workspace is closed, belongs to another stream, or has nothing for a capture.
+            DeviceError: the kernel cannot be loaded or launched.
+        """
+        (self._send or self._first)(*self._in_order(*tensors, **named))
+
+    def close(self) -> None:
+        """Let go of all that is bound; a later step is an error. The work that was sent must not need it any more."""
+        self._halts.append("closed")
+        self._full.close()
+        self._send = None
+        vars(self).pop("step", None)
+
+    def __enter__(self) -> BoundStep:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def suspend(self, suspended: bool) -> None:
+        """Take the full path from now on, or no longer: calls are recorded."""
+        reason = "calls are recorded"
+        if suspended and reason not in self._halts:
+            self._halts.append(reason)
+        elif not suspended and reason in self._halts:
+            self._halts.remove(reason)
+
+    def _first(self, *tensors: Any) -> None:
+        """The full path, after which tensors of these forms have a function of their own."""
+        self._full.send(*tensors)
+        self._specialise(tensors)
+
+    def _again(self, *tensors: Any) -> None:
+        """A step of a function whose buffer is another's now, or that must not be taken."""
+        if self._halts:
+            self._full.send(*tensors)
+        elif self._send is not None and self._claim is not None and self._claim.holds():
+            self._send(*tensors)  # a later function, which knows another buffer
+        else:
+            self._first(*tensors)
+
+    def _specialise(self, tensors: Sequence[Any]) -> None:
+        full, given = self._full, self._given
+        plan, workspace = full.plan, full.workspace
+        if plan is None or workspace is None:
+            return
+        found = [guarded(arg.name, tensor) for arg, tensor in zip(full.free, tensors, strict=True)]
+        items = [item for item in found if item is not None]
+        if len(items) < len(found):
+            return
+        scope: dict[str, Any] = {"full": full.send, "halts": self._halts, "again": partial(_again, ref(self), full)}
+        claim, lost = None, "halts"
+        if isinstance(workspace, Workspace):
+            claim = workspace.claim_eager(full.stream)
+            if claim is None:  # a capture, whose graph gets a buffer of its own
+                return
+            lost = _lost(claim, scope)
+        place = claim.place if claim else workspace.claim(full.stream)
+        sending = plan.bound_run(self._addresses, self._numbers, workspace, place, full.stream)
+        scope = sending.scope | scope
+        in_full = f"return full({given})"
+        lines = [f"def send({given}):", f"    if {lost}:", f"        return again({given})"]
+        numbers = {arg.name: number for number, arg in enumerate(plan.operator.tensors)}
+        alike = conditions(items, scope)
+        if items:
+            values = [f"v{number}" for number in range(len(plan.operator.values))]
+            sources = {numbers[item.name]: (item.name, 0) for item in items}
+            masks = {arg.name: arg.alignment - 1 for arg in full.free}
+            options: dict[str, Any] = {"sources": sources, "masks": masks, "unlike": in_full, "done": "return"}
+            lines += [f"    {line}" for line in at_once(sending.senders, items, values, scope, **options)]
+            lines += [f"    if not ({' and '.join(alike)}):", f"        {in_full}"]
+            lines += [f"    v{numbers[item.name]} = {item.address}" for item in items]
+            tests = [f"not v{numbers[name]} or v{numbers[name]} & {mask}" for name, mask in masks.items()]
+            lines += [f"    if {' or '.join(tests)}:", f"        {in_full}"]
+        lines += [f"    {line.replace(ELSEWHERE, in_full)}" for line in [*sending.lines, ""]]
+        send = compiled("send", "\n".join(lines), scope)
+        if "closed" not in self._halts:
+            self._send, self._claim = send, claim
+            vars(self)["step"] = send  # which spares the way over the method of that name
+
+
+def _lost(claim: EagerClaim, scope: dict[str, Any]) -> str:
+    """The test of ``claim.holds``, and of what halts the function, as an expression."""
+    scope["buffer"] = claim.buffer
+    if claim.same_stream is None:
+        return "halts or not buffer.of_legacy"
+    scope |= {"owner": claim.owner, "same_stream": claim.same_stream}
+    return "halts or buffer.owner is not owner or not same_stream()"
+
+
+def _again(bound: ref[BoundStep], full: _FullStep, *tensors: Any) -> None:
+    """``BoundStep._again``, or the full path where a function was taken from a bound step that is no more."""
+    owner = bound()
+    (full.send if owner is None else owner._again)(*tensors)

@@ -9,19 +9,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import UsageError
 from ..launch.compiled import compiled
-from ..launch.regions import workspace_size
-from ..launch.semaphore_workspace import SemaphoreWorkspace
-from ..tensor import is_torch
 from ..values import dataclass
-from .fast_path.notes import note_made, note_unrepeatable
-
-if TYPE_CHECKING:
-    from .operator_plan import OperatorPlan
-    from .runtime import PlanRuntime
+from .fast_path.notes import note_made
 
 NAMESPACE = "cubin_runtime"
 _SCALE = "Scale"  # a number, or a tensor on the device: two arguments of an op
@@ -34,32 +27,6 @@ class TorchScratch:
 
 TORCH_SCRATCH = TorchScratch()  # memory of torch's allocator, for one run
 RUNTIME_SCRATCH = TorchScratch()  # where a call without a workspace takes it from
-
-
-def scratch_of_torch(plan: OperatorPlan, device: int) -> SemaphoreWorkspace:
-    """Memory for one run of a plan, zeroed where it must be; torch frees it in stream order, behind the run."""
-    tensors, parts = list[Any](), list[tuple[int, int]]()
-    for zeroed in (True, False):
-        size = workspace_size([region for region in plan.regions if region.zeroed == zeroed])
-        tensor = torch_bytes(size, device, zeroed=zeroed) if size else None
-        tensors.append(tensor)
-        parts.append((0 if tensor is None else tensor.data_ptr(), size))
-    semaphores, scratch = parts
-    return SemaphoreWorkspace(semaphores, scratch, owner=tensors)
-
-
-def scratch_of_call(runtime: PlanRuntime, plan: OperatorPlan, workspace: Any, like: Any, stream: int) -> Any:
-    """The workspace of a call that asked for ``workspace`` with the tensor ``like``; None: the plan's own.
-
-    In a capture by torch that is memory of the graph: nobody could have reserved room for it in a plan that the call
-    finds by itself.
-    """
-    if workspace is None and is_torch(like) and stream == runtime.memory.current_stream(like):
-        with runtime.driver.using(runtime.driver.context_on(plan.device)):
-            if runtime.driver.is_capturing(stream):
-                note_unrepeatable()
-                workspace = TORCH_SCRATCH
-    return scratch_of_torch(plan, plan.device) if workspace is TORCH_SCRATCH else workspace
 
 
 def torch_bytes(size: int, device: int, *, zeroed: bool) -> Any:

@@ -12,8 +12,8 @@ from . import options, output
 
 if TYPE_CHECKING:
     from ..attention import Runtime
-    from ..attention.recorded import RecordedCall, ReplayReport
     from ..config import Config
+    from ..debug.recorded import RecordedCall, ReplayReport
 
 _WRONG = 9
 
@@ -37,7 +37,7 @@ def replay(
     json: options.JsonOption = False,
 ) -> None:
     """Compare recorded calls with a float64 reference and run them again; code 9 if an output is wrong."""
-    from ..attention.recorded import read_call, replay_call
+    from ..debug.recorded import read_call, replay_call
 
     config = replace(options.make_config(store, source, pins, offline), record=None)
     reports: list[ReplayReport] = []
@@ -69,7 +69,7 @@ def _without_device() -> str:
 def _runtime(config: Config, call: RecordedCall) -> Runtime:
     """A runtime with the release that the call was recorded with."""
     from ..attention import Runtime
-    from ..attention.recorded.described import TRTLLM_GEN
+    from ..debug.recorded.described import TRTLLM_GEN
 
     pin = call.origin.get("pin")
     if pin is None:

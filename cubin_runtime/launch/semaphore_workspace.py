@@ -13,6 +13,7 @@ from ..tensor import Tensor, view_of
 from ..values import dataclass
 from .buffers import Place
 from .regions import Region, place_regions
+from .workspace import Workspace
 
 if TYPE_CHECKING:
     from ..protocols import Stream
@@ -71,3 +72,12 @@ class SemaphoreWorkspace:
     def places(self) -> tuple[tuple[Place, Place], ...]:
         """All its buffers."""
         return ((self.semaphores, self.scratch),)
+
+
+AnyWorkspace = Workspace | SemaphoreWorkspace
+
+
+def check_workspace(workspace: object) -> None:
+    """Raise ``UsageError`` for anything else, such as a tensor."""
+    if not isinstance(workspace, (Workspace, SemaphoreWorkspace)):
+        raise UsageError(f"workspace: got {type(workspace).__name__}, expected a Workspace or a SemaphoreWorkspace")

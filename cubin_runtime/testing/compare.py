@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..attention.tolerances import ELEMENT_TOLERANCE, LSE_TOLERANCE, ROUNDING, ROW_FACTOR, Rounding, probability_dtype
 from .values import from_bits
 
 if TYPE_CHECKING:
@@ -15,30 +16,6 @@ if TYPE_CHECKING:
     from ..protocols import DTypeName
 
     Array = NDArray[Any]
-
-
-class Rounding(NamedTuple):
-    """Rounding of a dtype: unit roundoff, smallest step, largest value, and the allowed relative errors of the norm.
-
-    ``probabilities`` is the error from rounding the softmax's probabilities if they are multiplied in this dtype (with
-    e4m3 caches, kernels multiply in fp16), ``output`` the error from rounding the output.
-    """
-
-    roundoff: float
-    step: float
-    largest: float
-    probabilities: float
-    output: float
-
-
-ROUNDING = {
-    "bfloat16": Rounding(2.0**-8, 2.0**-126, 3.3e38, 4.0e-3, 2.0e-3),
-    "float16": Rounding(2.0**-11, 2.0**-24, 65504.0, 1.5e-3, 5.0e-4),
-    "float8_e4m3fn": Rounding(2.0**-4, 2.0**-9, 448.0, 1.5e-3, 4.0e-2),
-}
-ELEMENT_TOLERANCE = 2.0e-2  # of the largest element, or of the output scale if that is more
-ROW_FACTOR = 3.0  # a row of one (token, head) may err that much more than the whole
-LSE_TOLERANCE = 4.0e-3
 
 
 def assert_attention_close(
@@ -71,7 +48,7 @@ def assert_attention_close(
     Raises:
         AssertionError: a bound is broken; the message names the first element or row and both values.
     """
-    own, of_kv = ROUNDING[dtype], ROUNDING[kv_dtype or dtype]
+    own, products = ROUNDING[dtype], ROUNDING[probability_dtype(kv_dtype or dtype)]
     got = np.asarray(from_bits(dtype, out), dtype=np.float64)
     assert got.shape == np.shape(expected), f"the output has shape {got.shape}, expected {np.shape(expected)}"
     assert np.isfinite(got).all(), f"the output holds NaN or infinity at {_first(~np.isfinite(got))}"
@@ -79,7 +56,7 @@ def assert_attention_close(
     want = np.clip(expected, -own.largest, own.largest)
     _assert_elements(got, want, max(min(1.0, abs(output_scale)), size), own if own.roundoff > 0.01 else None)
     # Below the smallest normal number a rounding is a step, not a fraction.
-    bound, floor = of_kv.probabilities + own.output + score_error * math.log(2), own.step * np.sqrt(want.shape[-1])
+    bound, floor = products.probabilities + own.output + score_error * math.log(2), own.step * np.sqrt(want.shape[-1])
     error = _assert_norms(got, want, bound, floor)
     if lse is not None:
         assert_lse_close(lse, expected_lse, score_error)

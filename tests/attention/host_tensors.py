@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cubin_runtime import tensor as tensors_module
-from cubin_runtime.attention.memory import TorchMemory
+from cubin_runtime.attention.torch_memory import TorchMemory
 
 
 def memory_of_host_tensors(monkeypatch: pytest.MonkeyPatch) -> TorchMemory:

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from cubin_runtime.attention.recorded.call import RecordedCall, RecordedTensor
-from cubin_runtime.attention.recorded.call_file import write_call
-from cubin_runtime.attention.recorded.references import reference_of
 from cubin_runtime.attention.reference import bfloat16_bits
+from cubin_runtime.debug.recorded.call import RecordedCall, RecordedTensor
+from cubin_runtime.debug.recorded.call_file import write_call
+from cubin_runtime.debug.recorded.references import reference_of
 from cubin_runtime.tensor import TensorView
 
 ORIGIN = {"pin": "hopper-made", "device": "made-up GPU", "cubin_runtime": "0.0"}

@@ -10,7 +10,7 @@ from copying_examples import BATCH, DIM, KV_HEADS, append_call, merge_call, quan
 from tracing_files import definitions, workloads
 
 from cubin_runtime.attention import Runtime, append_kv, merge_states, plan_append_kv
-from cubin_runtime.attention.tracing import Recorder
+from cubin_runtime.debug.tracing import Recorder
 
 DENSE = {name: view("bfloat16", BATCH, 3, KV_HEADS, DIM, at=0x7F0000100000) for name in ("key", "value")}
 FORMS: dict[str, dict[str, Any]] = {

@@ -10,7 +10,7 @@ from append_reference import append_kv_reference, token_positions
 
 from cubin_runtime.attention.append_operator import APPEND_KV, AppendOptions
 from cubin_runtime.attention.plain_operator import PlainCall
-from cubin_runtime.attention.tracing.append import traced_append
+from cubin_runtime.debug.tracing.append import traced_append
 
 pytestmark = pytest.mark.torch
 torch = pytest.importorskip("torch")

@@ -11,7 +11,7 @@ from context_calls import BATCH, HEADS, TOKENS, even_call, paged_call, ragged_ca
 from tracing_files import definitions, workloads
 
 from cubin_runtime.attention import Runtime, context_attention, plan_context_attention
-from cubin_runtime.attention.tracing import Recorder
+from cubin_runtime.debug.tracing import Recorder
 
 FORMS: dict[str, tuple[dict[str, Any], str, list[str], list[str]]] = {
     "ragged_ragged": (ragged_call(), "gqa_ragged", ["tokens"], ["kv_tokens"]),

@@ -11,7 +11,7 @@ from cubin_runtime.attention.context_call import ContextOptions
 from cubin_runtime.attention.context_reference import context_attention_reference
 from cubin_runtime.attention.decode_call import DecodeCall
 from cubin_runtime.attention.prefill import CONTEXT_ATTENTION
-from cubin_runtime.attention.tracing.context import traced_context
+from cubin_runtime.debug.tracing.context import traced_context
 
 pytestmark = pytest.mark.torch
 torch = pytest.importorskip("torch")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cubin_runtime.attention import TensorView
-from cubin_runtime.attention.memory import TorchMemory
+from cubin_runtime.attention.torch_memory import TorchMemory
 from cubin_runtime.errors import UsageError
 
 VIEW = TensorView.contiguous(0x1000, "int32", (4,))

@@ -12,7 +12,7 @@ from latent_examples import BATCH, HEADS, latent_call, ragged_call, view
 from tracing_files import definitions, workloads
 
 from cubin_runtime.attention import Runtime, mla_decode
-from cubin_runtime.attention.tracing import Recorder
+from cubin_runtime.debug.tracing import Recorder
 
 MASK = view("uint16", BATCH, 3, 2)
 

@@ -10,7 +10,7 @@ import pytest
 from cubin_runtime.attention.decode_call import DecodeCall, DecodeOptions
 from cubin_runtime.attention.mla import MLA_DECODE
 from cubin_runtime.attention.reference import mla_decode_reference
-from cubin_runtime.attention.tracing.mla import traced_mla_decode
+from cubin_runtime.debug.tracing.mla import traced_mla_decode
 
 pytestmark = pytest.mark.torch
 torch = pytest.importorskip("torch")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cubin_runtime.attention.memory import TorchMemory
+from cubin_runtime.attention.torch_memory import TorchMemory
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch

@@ -13,7 +13,7 @@ from attention_examples import Tensors
 from tracing_files import definitions, workloads
 
 from cubin_runtime.attention import Runtime, TensorView, paged_decode, plan_paged_decode
-from cubin_runtime.attention.tracing import Constant, Recorder, Scalar, Tensor, TracedCall, record
+from cubin_runtime.debug.tracing import Constant, Recorder, Scalar, Tensor, TracedCall, record
 from cubin_runtime.errors import UsageError
 
 GOOD = Tensors()

@@ -12,7 +12,7 @@ from cubin_runtime.attention.decode_call import DecodeCall, DecodeOptions
 from cubin_runtime.attention.gqa import PAGED_DECODE
 from cubin_runtime.attention.operator import CallTensors
 from cubin_runtime.attention.reference import paged_decode_reference
-from cubin_runtime.attention.tracing.decode import traced_decode
+from cubin_runtime.debug.tracing.decode import traced_decode
 
 pytestmark = pytest.mark.torch
 torch = pytest.importorskip("torch")

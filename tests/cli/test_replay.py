@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from recorded_calls import decode_call
 
-from cubin_runtime.attention.recorded.call import RecordedCall
-from cubin_runtime.attention.recorded.call_file import write_call
 from cubin_runtime.cli import main
+from cubin_runtime.debug.recorded.call import RecordedCall
+from cubin_runtime.debug.recorded.call_file import write_call
 from cubin_runtime.launch.driver import Driver
 
 Shown = pytest.CaptureFixture[str]

@@ -14,7 +14,7 @@ from trtllm_calls import MadeUpMemory, made, mla_arguments, tensor
 from xqa_calls import mla_batch_arguments, xqa_mla_arguments
 
 from cubin_runtime.attention import BackendError
-from cubin_runtime.attention.memory import TorchMemory
+from cubin_runtime.attention.torch_memory import TorchMemory
 from cubin_runtime.compat import flashinfer
 from cubin_runtime.errors import UsageError, WorkspaceError
 from cubin_runtime.testing import StandIn

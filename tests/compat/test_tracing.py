@@ -14,8 +14,8 @@ from tracing_files import definitions, workloads
 from trtllm_calls import MadeUpMemory, context_arguments
 from xqa_calls import mla_batch_arguments, trtllm_arguments, xqa_arguments, xqa_batch_arguments, xqa_mla_arguments
 
-from cubin_runtime.attention.tracing import Recorder
 from cubin_runtime.compat import flash_attn, flash_attn_interface, flashinfer
+from cubin_runtime.debug.tracing import Recorder
 
 
 def append_arguments(_: MadeUpMemory) -> dict[str, Any]:

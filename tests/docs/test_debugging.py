@@ -18,8 +18,8 @@ from stub_release import RELEASE_NAME, build_stub_release
 
 from cubin_runtime import Config
 from cubin_runtime.attention import ClampedInputError, Runtime, RuntimeStats, paged_decode, plan_paged_decode
-from cubin_runtime.attention.recorded import comparison
-from cubin_runtime.attention.recorded.recorder import DEFAULT_BYTES, DEFAULT_CALLS
+from cubin_runtime.attention.tolerances import LSE_TOLERANCE, ROUNDING
+from cubin_runtime.debug.recorded.recorder import DEFAULT_BYTES, DEFAULT_CALLS
 from cubin_runtime.kernels.native.decode.params import PAGED_DECODE_TMA
 from cubin_runtime.launch.history import KEPT
 from cubin_runtime.testing import GraphDriver, StandIn
@@ -176,13 +176,12 @@ def test_statistics_are_shown(
 
 def test_it_states_the_bounds_and_tolerances() -> None:
     assert f"its newest {DEFAULT_CALLS} files and {DEFAULT_BYTES >> 30} GiB" in WORDS
-    of_probabilities, of_outputs = comparison.PROBABILITY_ERROR, comparison.OUTPUT_ERROR
 
     def number(value: float) -> str:
         return f"{value:.1e}".replace("e-0", "e-")
 
-    assert f"{number(of_probabilities['bfloat16'])} for probabilities in bfloat16" in WORDS
-    assert f"or {number(of_probabilities['float16'])} in float16" in WORDS
-    outputs = [number(of_outputs[dtype]) for dtype in ("bfloat16", "float16", "float8_e4m3fn")]
+    assert f"{number(ROUNDING['bfloat16'].probabilities)} for probabilities in bfloat16" in WORDS
+    assert f"or {number(ROUNDING['float16'].probabilities)} in float16" in WORDS
+    outputs = [number(ROUNDING[dtype].output) for dtype in ("bfloat16", "float16", "float8_e4m3fn")]
     assert "{}, {} or {} for an output in bfloat16, float16 or e4m3".format(*outputs) in WORDS
-    assert f"{number(comparison.LSE_TOLERANCE)} for the log-sum-exp" in WORDS
+    assert f"{number(LSE_TOLERANCE)} for the log-sum-exp" in WORDS

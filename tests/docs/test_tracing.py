@@ -45,4 +45,4 @@ def test_it_names_every_operator_and_its_log() -> None:
     words = " ".join(PAGES[PAGE].split())
     for name in ("paged_decode", "mla_decode", "context_attention", "append_kv", "merge_states"):
         assert f"`{name}`" in words
-    assert "`cubin_runtime.attention.tracing.recorder`" in words
+    assert "`cubin_runtime.debug.tracing.recorder`" in words

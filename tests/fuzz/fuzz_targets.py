@@ -22,9 +22,9 @@ from cubin_runtime.artifacts.sources.archive import ArchiveSource
 from cubin_runtime.artifacts.sources.source import NotHereError, Wanted
 from cubin_runtime.artifacts.tables.metadata import MetadataError, parse_header
 from cubin_runtime.artifacts.tables.metadata_index import MetadataIndex, build_index
-from cubin_runtime.attention.recorded.call_file import parse_call
-from cubin_runtime.attention.recorded.references import NoReferenceError, reference_of
 from cubin_runtime.cli.output import escape
+from cubin_runtime.debug.recorded.call_file import parse_call
+from cubin_runtime.debug.recorded.references import NoReferenceError, reference_of
 from cubin_runtime.dtypes import ITEM_BYTES
 from cubin_runtime.errors import CorruptError, SourceError
 

@@ -12,7 +12,7 @@ from mla_cases import MlaCase
 from mla_device import mla_on_device
 
 from cubin_runtime.attention import Runtime
-from cubin_runtime.attention.recorded import CallRecorder, replay_call
+from cubin_runtime.debug.recorded import CallRecorder, replay_call
 
 pytestmark = pytest.mark.gpu
 

@@ -6,7 +6,7 @@ import pytest
 
 from cubin_runtime.attention import Runtime
 from cubin_runtime.attention.backends import BackendError
-from cubin_runtime.attention.memory import TorchMemory
+from cubin_runtime.attention.torch_memory import TorchMemory
 from cubin_runtime.compat import flashinfer
 
 torch = pytest.importorskip("torch")

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from cubin_runtime.attention.tolerances import ROUNDING
 from cubin_runtime.testing import assert_attention_close, from_bits, mla_case, paged_case, to_bits
-from cubin_runtime.testing.compare import ROUNDING
 
 if TYPE_CHECKING:
     from cubin_runtime.protocols import DTypeName

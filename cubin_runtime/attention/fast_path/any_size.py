@@ -20,7 +20,7 @@ from .notes import Family, Launched, Notes
 from .options import Form, Signature
 
 if TYPE_CHECKING:
-    from ..operator_plan import AnyWorkspace
+    from ...launch.semaphore_workspace import AnyWorkspace
 
 OFTEN = 256  # calls of sizes that are this frequent get a fast path of their own
 _MOST_SIZES = 256

@@ -12,7 +12,7 @@ from .notes import Launched
 from .options import Form, Signature, is_immutable, is_runtime
 
 if TYPE_CHECKING:
-    from ..operator_plan import AnyWorkspace
+    from ...launch.semaphore_workspace import AnyWorkspace
 
 _SCALE_LIMIT, _SMALLEST_SCALE = 2.0**127, 2.0**-127  # of subnormal numbers, different multiples are equal
 _FIXED = (str, int, float)

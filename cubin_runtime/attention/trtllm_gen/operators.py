@@ -15,8 +15,8 @@ from ...launch.streams import stream_handle
 from ...tensor import TensorView, view_of
 from ..backends import AUTO, TRTLLM_GEN, resolve_backend
 from ..fast_path import Launched, note_launch
+from ..hook import Run, installed
 from ..process import default_runtime
-from ..recording import call_recorder
 from ..runtime import Runtime
 from ..torch_ops import TorchScratch, torch_bytes
 from .checks import (
@@ -105,13 +105,8 @@ def run(
     def launch() -> Launched:
         return made.run(call, (scratch.pointer, _bytes_of(scratch)), address, handle)
 
-    recorder = call_recorder()
-    if recorder is None:
-        note_launch(launch())
-    else:
-        from ..recorded.described import trtllm_gen_form
-
-        note_launch(recorder.record(trtllm_gen_form(made, call, rt), rt.driver, handle, launch))
+    hook = installed()
+    note_launch(launch() if hook is None else hook(Run(made, call, (), handle), launch))
     del held  # freed in stream order, after the launch
 
 

@@ -20,7 +20,6 @@ from ...launch.modules import KernelRequest
 from ...launch.plan import LaunchAttributes, LaunchPlan, launch_config
 from ...launch.prepared import OtherContextError, PreparedLaunches
 from ..fast_path import Launched
-from ..recording import record, recording
 from ..runtime import PlanRuntime
 from .plan_key import bounds_of
 
@@ -44,6 +43,11 @@ class AttentionPlan:
         self.decision = self._decide(call)
         self._followers = tuple(self._kernel_for(launch) for launch in self.decision.following)
         self._prepared: dict[int, PreparedLaunches] = {}
+
+    @property
+    def runtime(self) -> PlanRuntime:
+        """What it was planned with."""
+        return self._runtime
 
     @property
     def kernel(self) -> str:
@@ -99,10 +103,6 @@ class AttentionPlan:
             context = self._runtime.driver.context_of(stream, self._ordinal)
             prepared = self._prepared.get(context) or self._prepare(context, stream)
             prepared.run(stream, *bindings)
-        if recording():
-            from ..tracing.trtllm_gen import traced_trtllm_gen
-
-            record(traced_trtllm_gen(call))
         return Launched(
             prepared=prepared,
             values=bindings,

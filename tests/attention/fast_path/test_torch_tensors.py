@@ -11,7 +11,7 @@ import pytest
 from fast_path_calls import FullPaths, suspended
 from host_tensors import memory_of_host_tensors
 
-from cubin_runtime.attention import Runtime, mla_decode, paged_decode, plan_paged_decode, torch_ops
+from cubin_runtime.attention import Runtime, call_family, mla_decode, paged_decode, plan_paged_decode
 from cubin_runtime.attention.fast_path import guards
 from cubin_runtime.compat import flashinfer
 from cubin_runtime.errors import UsageError
@@ -383,7 +383,7 @@ def test_each_graph_that_torch_captures_has_scratch_of_its_own(
         of_graphs.append(torch.zeros(size, dtype=torch.uint8))
         return of_graphs[-1]
 
-    monkeypatch.setattr(torch_ops, "torch_bytes", torch_bytes)
+    monkeypatch.setattr(call_family, "torch_bytes", torch_bytes)
     tensors = given()
 
     def counters() -> object:

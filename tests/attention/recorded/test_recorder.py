@@ -16,10 +16,10 @@ from trtllm_calls import MadeUpMemory
 from xqa_calls import xqa_batch_arguments
 
 from cubin_runtime.attention import Runtime, TensorView, paged_decode, plan_paged_decode
-from cubin_runtime.attention.recorded import CallRecorder, read_call
-from cubin_runtime.attention.recorded.recorder import record_process
-from cubin_runtime.attention.recording import entered
 from cubin_runtime.compat import flashinfer
+from cubin_runtime.debug.observer import observers
+from cubin_runtime.debug.recorded import CallRecorder, read_call
+from cubin_runtime.debug.recorded.recorder import record_process
 from cubin_runtime.dtypes import ITEM_BYTES
 from cubin_runtime.errors import StoreError, UsageError
 from cubin_runtime.launch.driver_errors import DriverCallError
@@ -234,7 +234,7 @@ def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
 def test_a_runtime_whose_configuration_asks_for_it_records(runtime: Runtime, decode: Decode, tmp_path: Path) -> None:
     for _ in range(2):
         Runtime(replace(runtime.config, record=tmp_path / "calls"), driver=runtime.driver)
-    (recorder,) = entered.call_recorders
+    (recorder,) = observers()
     try:
         decode()
     finally:
@@ -245,7 +245,7 @@ def test_a_runtime_whose_configuration_asks_for_it_records(runtime: Runtime, dec
 def test_a_process_records_into_a_folder_once(tmp_path: Path) -> None:
     record_process(tmp_path)
     record_process(tmp_path)
-    (recorder,) = entered.call_recorders
+    (recorder,) = observers()
     recorder.__exit__(None, None, None)
 
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from recorded_calls import context_call, decode_call, mla_call
 
-from cubin_runtime.attention.recorded import replay_call
-from cubin_runtime.attention.recorded.call import RecordedCall, RecordedTensor
-from cubin_runtime.attention.recorded.call_file import write_call
-from cubin_runtime.attention.recorded.replay import ReplayReport
+from cubin_runtime.debug.recorded import replay_call
+from cubin_runtime.debug.recorded.call import RecordedCall, RecordedTensor
+from cubin_runtime.debug.recorded.call_file import write_call
+from cubin_runtime.debug.recorded.replay import ReplayReport
 from cubin_runtime.errors import CorruptError, UsageError
 from cubin_runtime.tensor import TensorView
 

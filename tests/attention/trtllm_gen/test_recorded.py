@@ -9,8 +9,8 @@ from trtllm_calls import MadeUpMemory
 from trtllm_operators import OPERATORS, Spy
 
 from cubin_runtime.attention import Runtime
-from cubin_runtime.attention.recorded import CallRecorder, read_call, replay_call
 from cubin_runtime.attention.trtllm_gen.plan_key import plan_key
+from cubin_runtime.debug.recorded import CallRecorder, read_call, replay_call
 
 KINDS = {"decode": "DecodeCall", "mla": "DecodeCall", "context": "ContextCall", "ragged": "RaggedCall"}
 

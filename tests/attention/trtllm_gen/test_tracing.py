@@ -12,9 +12,9 @@ from tracing_files import definitions, workloads
 from trtllm_calls import MadeUpMemory
 from trtllm_operators import OPERATORS
 
-from cubin_runtime.attention.tracing import Recorder
-from cubin_runtime.attention.tracing.trtllm_gen import traced_trtllm_gen
 from cubin_runtime.attention.trtllm_gen import DecodeCall
+from cubin_runtime.debug.tracing import Recorder
+from cubin_runtime.debug.tracing.trtllm_gen import traced_trtllm_gen
 
 pytestmark = pytest.mark.usefixtures("runtime")
 BEGINS = {

@@ -11,9 +11,9 @@ import pytest
 
 from cubin_runtime.attention.context_reference import context_attention_reference
 from cubin_runtime.attention.reference import mla_decode_reference, paged_decode_reference
-from cubin_runtime.attention.tracing import TracedCall
-from cubin_runtime.attention.tracing.trtllm_gen import traced_trtllm_gen
 from cubin_runtime.attention.trtllm_gen import ContextCall, DecodeCall, RaggedCall, Scale
+from cubin_runtime.debug.tracing import TracedCall
+from cubin_runtime.debug.tracing.trtllm_gen import traced_trtllm_gen
 
 pytestmark = pytest.mark.torch
 torch = pytest.importorskip("torch")

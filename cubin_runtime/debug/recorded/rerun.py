@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any
 
+from ...attention.runtime import Runtime
 from ...errors import UsageError
 from ...launch.driver import Driver
 from ...tensor import TensorView
-from ..runtime import Runtime
 from .call import RecordedCall, RecordedTensor
 from .described import TRTLLM_GEN
 from .snapshot import page_of, read_elements, span_of, write_elements
@@ -98,13 +98,13 @@ def _write(driver: Driver, view: TensorView, tensor: RecordedTensor, pages: tupl
 
 
 def _run_paged_decode(call: RecordedCall, views: Mapping[str, TensorView], runtime: Runtime) -> None:
-    from ..gqa import PAGED_DECODE, PagedDecodePlan
+    from ...attention.gqa import PAGED_DECODE, PagedDecodePlan
 
     _run_native(call, views, runtime, PAGED_DECODE, PagedDecodePlan)
 
 
 def _run_mla_decode(call: RecordedCall, views: Mapping[str, TensorView], runtime: Runtime) -> None:
-    from ..mla import MLA_DECODE, MlaDecodePlan
+    from ...attention.mla import MLA_DECODE, MlaDecodePlan
 
     cache = views["kv_cache"]
     if len(cache.shape) != 4:
@@ -115,7 +115,7 @@ def _run_mla_decode(call: RecordedCall, views: Mapping[str, TensorView], runtime
 
 
 def _run_context_attention(call: RecordedCall, views: Mapping[str, TensorView], runtime: Runtime) -> None:
-    from ..prefill import CONTEXT_ATTENTION, ContextAttentionPlan
+    from ...attention.prefill import CONTEXT_ATTENTION, ContextAttentionPlan
 
     _run_native(call, views, runtime, CONTEXT_ATTENTION, ContextAttentionPlan)
 
@@ -124,7 +124,7 @@ def _run_native(
     call: RecordedCall, views: Mapping[str, TensorView], runtime: Runtime, operator: Any, plan_class: Any
 ) -> None:
     """Plan for the bound that was planned for, then run with that of the call."""
-    from ..decode_operator import plan_decode
+    from ...attention.decode_operator import plan_decode
 
     names = [arg.name for arg in operator.tensors]
     options: dict[str, Any] = dict(call.options)
@@ -138,15 +138,15 @@ def _run_native(
 
 
 def _trtllm_gen_kinds() -> dict[str, type]:
-    from .. import trtllm_gen
+    from ...attention import trtllm_gen
 
     kinds = (trtllm_gen.DecodeCall, trtllm_gen.ContextCall, trtllm_gen.RaggedCall)
     return {TRTLLM_GEN + kind.__name__: kind for kind in kinds}
 
 
 def _run_trtllm_gen(call: RecordedCall, views: Mapping[str, TensorView], runtime: Runtime) -> None:
+    from ...attention import trtllm_gen
     from ...kernels.trtllm_gen.arguments import OutScales, Sage, Scale
-    from .. import trtllm_gen
 
     found: Any = _trtllm_gen_kinds()[call.operator]
     options: dict[str, Any] = dict(call.options)

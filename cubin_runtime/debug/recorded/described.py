@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ... import _version
 from ...artifacts.pins.pin import Pin
+from ...attention.operator_plan import OperatorPlan
 from ...kernels.native.problem import LOG2_E
 from ...launch.driver import DeviceFacts
 from ...launch.plan import LaunchPlan
@@ -19,10 +20,8 @@ from ...values import dataclass
 from .call import Option
 
 if TYPE_CHECKING:
+    from ...attention.hook import Run
     from ...kernels.trtllm_gen.call import Call
-    from ..operator_plan import OperatorPlan
-    from ..runtime import PlanRuntime
-    from ..trtllm_gen.plans import AttentionPlan
 
 TRTLLM_GEN = "trtllm_gen."
 _SCALARS = (bool, int, float, str)
@@ -57,12 +56,15 @@ class CallForm:
     origin: Mapping[str, str]
 
 
-def native_form(
-    plan: OperatorPlan, addresses: Iterable[int], numbers: tuple[Any, ...], runtime: PlanRuntime
-) -> CallForm:
-    """The form of a run of a native plan."""
+def form_of(run: Run) -> CallForm:
+    """The call that a run of a plan makes, without contents."""
+    return _native_form(run) if isinstance(run.plan, OperatorPlan) else _trtllm_gen_form(run)
+
+
+def _native_form(run: Run) -> CallForm:
+    plan: OperatorPlan = run.plan
     views, outputs, resident = {}, set(), set()
-    for arg, spec, address in zip(plan.operator.tensors, plan.specs, addresses, strict=True):
+    for arg, spec, address in zip(plan.operator.tensors, plan.specs, run.call, strict=True):
         if spec is None:
             continue
         views[arg.name] = TensorView(address, spec.dtype, spec.shape, spec.strides, spec.device)
@@ -73,7 +75,7 @@ def native_form(
     given = {member.name: getattr(plan.options, member.name) for member in fields(plan.options)}
     options = {name: value for name, value in given.items() if value is None or isinstance(value, _SCALARS)}
     if "max_seq_len" in options:  # of a decode
-        bound, scale, factor = numbers
+        bound, scale, factor = run.numbers
         options |= {"planned_max_seq_len": options["max_seq_len"], "max_seq_len": bound, "kv_layout": "NHD"}
         options |= {"softmax_scale": scale / LOG2_E, "output_scale": factor, "k_scale": 1.0, "v_scale": 1.0}
     pages = None
@@ -89,15 +91,17 @@ def native_form(
         pages=pages,
         options=options,
         kernels=_kernels(plan.launch_plans()),
-        origin=_origin(runtime.native_release().pin, plan.driver.device(plan.device)),
+        origin=_origin(plan.runtime.native_release().pin, plan.driver.device(plan.device)),
     )
 
 
-def trtllm_gen_form(plan: AttentionPlan, call: Call, runtime: PlanRuntime) -> CallForm:
-    """The form of a run of a trtllm-gen plan: tensors by the names of the call's fields."""
+def _trtllm_gen_form(run: Run) -> CallForm:
+    """Tensors go by the names of the call's fields."""
     from ...kernels.trtllm_gen.arguments import OutScales, Sage, Scale
     from ...kernels.trtllm_gen.calls import PagedCall
 
+    call: Call = run.call
+    plan, runtime = run.plan, run.plan.runtime
     views: dict[str, TensorView] = {}
     options: dict[str, Option] = {}
     for member in fields(call):

@@ -9,21 +9,18 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
-from typing import TypeVar
+from typing import Any
 
+from ...attention.hook import Run
 from ...errors import CubinRuntimeError, StoreError, UsageError
 from ...launch.driver import Driver
-from ..fast_path.operator_function import suspend
-from ..recording import entered
+from ..observer import Observer, observers
 from .call import RecordedCall, RecordedTensor
 from .call_file import write_call
-from .described import CallForm
+from .described import CallForm, form_of
 from .snapshot import array_of, numpy_for, page_of, pages_named, read_elements, span_of
 
 _log = logging.getLogger(__name__)
-_lock = threading.RLock()
-ResultT = TypeVar("ResultT")
 DEFAULT_CALLS, DEFAULT_BYTES = 64, 8 << 30
 
 
@@ -31,7 +28,7 @@ class _NotRecordedError(Exception):
     """Why a call is run and not written."""
 
 
-class CallRecorder:
+class CallRecorder(Observer):
     """Writes the calls of all threads into one folder while it is entered, each into a file of its own.
 
     A call's inputs are read before it is launched, its outputs behind it, which waits for its stream twice. A call
@@ -65,25 +62,18 @@ class CallRecorder:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise StoreError(f"the folder of recorded calls {self.folder} cannot be made: {error}") from error
-        with _lock:
-            suspend(1)
-            entered.call_recorders = (*entered.call_recorders, self)
-        return self
+        return super().__enter__()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        with _lock:
-            suspend(-1)
-            entered.call_recorders = tuple(one for one in entered.call_recorders if one is not self)
-
-    def record(self, form: CallForm, driver: Driver, stream: int, launch: Callable[[], ResultT]) -> ResultT:
-        """Call ``launch``, which launches the call of ``form`` on ``stream``, and write the call.
+    def observe(self, run: Run, launch: Callable[[], Any]) -> Any:
+        """As ``Observer``; it also writes the call.
 
         Raises:
             StoreError: the file cannot be written; the call was launched.
             CubinRuntimeError: what ``launch`` raised, or the fault that its kernels met.
         """
+        if _call_recorders()[-1:] != (self,):
+            return launch()
+        form, driver, stream = form_of(run), run.plan.runtime.driver, run.stream
         try:
             with driver.using(driver.context_on(form.device)):
                 pages, tensors = self._inputs(form, driver, stream)
@@ -141,8 +131,12 @@ class CallRecorder:
 
 def record_process(folder: Path) -> None:
     """Record the calls of this process in ``folder`` from now on; once is enough. Errors as ``CallRecorder``."""
-    if all(recorder.folder != folder for recorder in entered.call_recorders):
+    if all(recorder.folder != folder for recorder in _call_recorders()):
         CallRecorder(folder).__enter__()
+
+
+def _call_recorders() -> tuple[CallRecorder, ...]:
+    return tuple(one for one in observers() if isinstance(one, CallRecorder))
 
 
 def _pages(form: CallForm, tensors: dict[str, RecordedTensor]) -> tuple[int, ...]:

@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ...attention.context_reference import context_attention_reference
+from ...attention.decode_call import DEALING_OPTIONS, KV_SCALES
+from ...attention.reference import bfloat16_values, e4m3_values, mla_decode_reference, paged_decode_reference
+from ...attention.tolerances import probability_dtype
 from ...errors import CorruptError
 from ...kernels.native.problem import LOG2_E
-from ..context_reference import context_attention_reference
-from ..decode_call import DEALING_OPTIONS, KV_SCALES
-from ..reference import bfloat16_values, e4m3_values, mla_decode_reference, paged_decode_reference
 from .call import RecordedCall
 from .described import TRTLLM_GEN
 from .snapshot import array_of
@@ -183,7 +184,7 @@ def _paged_decode(inputs: _Inputs) -> Reference:
     window = {name: inputs.options[name] for name in ("window_left", "draft_position") if name in inputs.options}
     out, lse = paged_decode_reference(q, k, v, **window, **given)
     off = inputs.score_error(q, k, given["softmax_scale"], "q", "k_cache")
-    return Reference(out, lse, tuple(notes), off, _products(inputs, "k_cache"))
+    return Reference(out, lse, tuple(notes), off, probability_dtype(inputs.call.tensors["k_cache"].view.dtype))
 
 
 def _mla_decode(inputs: _Inputs) -> Reference:
@@ -193,7 +194,7 @@ def _mla_decode(inputs: _Inputs) -> Reference:
     given, notes = _native(inputs, "kv_cache", rows.shape[1])
     out, lse = mla_decode_reference(q, rows, latent=latent, **given)
     off = inputs.score_error(q, rows, given["softmax_scale"], "q", "kv_cache")
-    return Reference(out, lse, tuple(notes), off, _products(inputs, "kv_cache"))
+    return Reference(out, lse, tuple(notes), off, probability_dtype(inputs.call.tensors["kv_cache"].view.dtype))
 
 
 def _context_attention(inputs: _Inputs) -> Reference:
@@ -240,11 +241,6 @@ def _rows(tensor: NDArray[Any], firsts: NDArray[Any], counts: NDArray[Any]) -> N
     import numpy as np
 
     return np.concatenate([tensor[at : at + count] for at, count in zip(firsts, counts, strict=True)])
-
-
-def _products(inputs: _Inputs, cache: str) -> str:
-    """The dtype in which native kernels multiply probabilities by values."""
-    return "bfloat16" if inputs.call.tensors[cache].view.dtype == "bfloat16" else "float16"
 
 
 def _trtllm_gen(inputs: _Inputs) -> Reference:

@@ -10,8 +10,7 @@ bound steps. Calls that have no traced form are counted in ``Recorder.untraced``
 Another operator joins by giving ``record`` a ``TracedCall`` of its own where ``recording()``.
 """
 
-from ..recording import record, recording
-from .recorder import Recorder
+from .recorder import Recorder, record, recording
 from .schema import (
     Constant,
     Scalar,

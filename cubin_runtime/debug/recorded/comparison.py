@@ -5,21 +5,14 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..reference import bfloat16_values, e4m3_values
+from ...attention.reference import bfloat16_values, e4m3_values
+from ...attention.tolerances import LSE_TOLERANCE, ROUNDING, ROW_FACTOR
 from .call import RecordedTensor
 from .references import Reference
 from .snapshot import array_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-# Relative to the norm: what rounding probabilities costs, by their dtype, and what rounding the output costs.
-PROBABILITY_ERROR = {"bfloat16": 4.0e-3, "float16": 1.5e-3, "float8_e4m3fn": 4.0e-2}
-OUTPUT_ERROR = {"bfloat16": 2.0e-3, "float16": 5.0e-4, "float8_e4m3fn": 4.0e-2}
-ROW_FACTOR = 3.0  # a row of one (token, head) may err that much more than the whole
-LSE_TOLERANCE = 4.0e-3
-_LARGEST = {"bfloat16": 3.3e38, "float16": 65504.0, "float8_e4m3fn": 448.0}
-_STEP = {"bfloat16": 0.0, "float16": 2.0**-24, "float8_e4m3fn": 2.0**-9}  # below the smallest normal number
 
 
 class Comparison(NamedTuple):
@@ -62,11 +55,11 @@ def compare(name: str, tensor: RecordedTensor, reference: Reference) -> Comparis
 def _of_output(name: str, values: NDArray[Any], dtype: str, reference: Reference) -> Comparison:
     import numpy as np
 
-    largest = _LARGEST[dtype]
-    want = np.clip(reference.out, -largest, largest)
+    own = ROUNDING[dtype]
+    want = np.clip(reference.out, -own.largest, own.largest)
     got = values[: len(want)].astype(np.float64)
-    bound = PROBABILITY_ERROR[reference.probabilities] + OUTPUT_ERROR[dtype] + reference.of_scores * math.log(2)
-    floor = _STEP[dtype] * math.sqrt(want.shape[-1])
+    bound = ROUNDING[reference.probabilities].probabilities + own.output + reference.of_scores * math.log(2)
+    floor = own.step * math.sqrt(want.shape[-1])
     errors, norms = np.linalg.norm(got - want, axis=-1), np.linalg.norm(want, axis=-1)
     wrong = ~(errors <= ROW_FACTOR * bound * norms + floor)
     total, size = float(np.linalg.norm(errors)), float(np.linalg.norm(norms))

@@ -14,8 +14,8 @@ from .references import NoReferenceError, Reference, reference_of
 from .snapshot import numpy_for
 
 if TYPE_CHECKING:
+    from ...attention.runtime import Runtime
     from ...protocols import Device
-    from ..runtime import Runtime
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,21 +7,21 @@ import logging
 import threading
 import uuid
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any
 
-from ..fast_path.operator_function import suspend
-from ..recording import entered
+from ...attention.hook import Run
+from ..observer import Observer, observers
+from .calls import traced
 from .schema import Scalar, TracedCall
 
 _log = logging.getLogger(__name__)
 _NAMESPACE = uuid.UUID("6f1f3c0a-5f0e-5b6e-9a37-2b1d6a0f4c11")
-_lock = threading.RLock()
 
 
-class Recorder:
+class Recorder(Observer):
     """Writes the calls of all threads, while it is entered, below one folder (a trace set of flashinfer-bench).
 
     ``definitions/OP_TYPE/NAME.json`` says what an operator is: axes, tensors, constraints, a reference in torch.
@@ -44,27 +44,27 @@ class Recorder:
         with self._lock:
             return MappingProxyType(dict(self._untraced))
 
-    def __enter__(self) -> Recorder:
-        with _lock:
-            suspend(1)
-            entered.recorders = (*entered.recorders, self)
-        return self
+    def observe(self, run: Run, launch: Callable[[], Any]) -> Any:
+        """As ``Observer``; what was launched is written, or counted."""
+        result = launch()
+        self._record(traced(run))
+        return result
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with _lock:
-            suspend(-1)
-            entered.recorders = tuple(recorder for recorder in entered.recorders if recorder is not self)
+        super().__exit__(kind, error, trace)
         untraced = self.untraced
         if untraced:
             counts = "; ".join(f"{count} of {reason}" for reason, count in untraced.items())
             _log.warning("%s: %d calls are not recorded: %s", self.folder, sum(untraced.values()), counts)
 
-    def leave_out(self, reason: str) -> None:
-        """Count a call that has no traced form; ``reason`` names the operator and what has no field."""
+    def _record(self, call: TracedCall | str) -> None:
+        if not isinstance(call, str):
+            self.add(call)
+            return
         with self._lock:
-            self._untraced[reason] += 1
+            self._untraced[call] += 1
 
     def add(self, call: TracedCall) -> None:
         """Write the definition and the workload of ``call`` unless they are there.
@@ -93,6 +93,22 @@ class Recorder:
             with lines.open("a") as file:
                 file.write(json.dumps(line) + "\n")
             known.add(number)
+
+
+def record(call: TracedCall | str) -> None:
+    """Give ``call`` to every recorder that is entered; a str is the reason why a call has no traced form.
+
+    Raises:
+        as ``Recorder.add``.
+    """
+    for recorder in observers():
+        if isinstance(recorder, Recorder):
+            recorder._record(call)
+
+
+def recording() -> bool:
+    """Whether any recorder of traces is entered."""
+    return any(isinstance(one, Recorder) for one in observers())
 
 
 def _workload(call: TracedCall) -> dict[str, Any]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from ...attention.context_call import ContextOptions, is_paged
+from ...attention.decode_call import KV_SCALES, DecodeCall
 from ...dtypes import DTYPES
 from ...tensor import TensorView
-from ..context_call import ContextOptions, is_paged
-from ..decode_call import KV_SCALES, DecodeCall
 from .decode import ONE, sink_axes, table_axes
 from .references import of_attention, run_of
 from .schema import Axis, Constant, Scalar, Tensor, TracedCall

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ...attention.plain_operator import PlainCall
 from ...dtypes import DTYPES
-from ..plain_operator import PlainCall
 from .decode import ONE
 from .references import run_of
 from .schema import Axis, Constant, Scalar, Tensor, TracedCall

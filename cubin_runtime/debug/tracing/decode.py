@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from ...attention.decode_call import DEALING_OPTIONS, GLOBAL_LENS, DecodeCall
+from ...attention.operator import CallTensors
 from ...dtypes import DTYPES
 from ...tensor import TensorView
-from ..decode_call import DEALING_OPTIONS, GLOBAL_LENS, DecodeCall
-from ..operator import CallTensors
 from .references import of_attention, run_of
 from .schema import (
     Axis,

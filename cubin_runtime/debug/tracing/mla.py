@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ...attention.decode_call import DecodeCall
+from ...attention.latent_cache import ROPE
 from ...dtypes import DTYPES
-from ..decode_call import DecodeCall
-from ..latent_cache import ROPE
 from .decode import decode_tags, mask_axes, option_numbers, option_tensors
 from .references import of_attention, run_of
 from .schema import (
