@@ -46,9 +46,10 @@ def warm_up(
     """Run steps of decodes and of prompts over the engine's cache, so that later ones find their fast paths.
 
     They read page 0 and write nothing but an output of their own; ``columns`` are those of the engine's page tables.
+    ``q`` has the strides of the queries to come, which are often a part of the rows that a projection wrote.
     """
     scratch = shared_scratch(q.device.index or 0)
-    done = (*_form(q, options), k_cache.shape, k_cache.stride())
+    done = (*_form(q, options), q.stride(), k_cache.shape, k_cache.stride())
     if done in scratch.ready:
         return
     scratch.ready.add(done)
@@ -56,28 +57,30 @@ def warm_up(
     table = torch.zeros(rows, columns, dtype=torch.int32, device=q.device)
     lengths = torch.ones(rows, dtype=torch.int32, device=q.device)
     sums = torch.arange(rows + 1, dtype=torch.int32, device=q.device)
-    queries = q.new_zeros(rows, *q.shape[1:])
-    out = torch.empty_like(queries)
+    projected = q.new_zeros(rows, q.stride(0))[:, : q.shape[1] * q.shape[2]]
+    out = q.new_empty(rows, *q.shape[1:])
     # Prompts behind decodes: their lengths begin at any of the four places that an int32 has in 16 bytes.
     for first in range(min(4, rows)):
         for count in range(1 + _SIZES * first, min(1 + _SIZES * (first + 1), rows - first + 1)):
             behind, own = slice(first, first + count), sums[: count + 1]
             given = (table[behind], lengths[behind])
-            steps = [PagedBatch(None, Part(0, count, *given, own, 1, limits.keys))]
+            prompts = Part(0, count, *given, own, 1, limits.keys)
+            steps = [(prompts, PagedBatch(None, prompts))]
             if first == 0:
-                steps.append(PagedBatch(Part(0, count, *given, None, 1, limits.keys), None))
-            if first == 0 and limits.decode_tokens > 1:
-                steps += _with_drafts(*given, own, rows, limits)
-            for batch in steps:
-                attend(queries, k_cache, v_cache, kv_layout, batch, options, out)
+                decodes = [Part(0, count, *given, None, 1, limits.keys)]
+                decodes += _with_drafts(*given, own, rows, limits) if limits.decode_tokens > 1 else ()
+                steps += [(part, PagedBatch(part, None)) for part in decodes]
+            for part, batch in steps:
+                queries = projected[: part.rows].view(part.rows, *q.shape[1:])
+                attend(queries, k_cache, v_cache, kv_layout, batch, options, out[: part.rows])
 
 
-def _with_drafts(table: Any, lengths: Any, sums: Any, rows: int, limits: Limits) -> Iterator[PagedBatch]:
+def _with_drafts(table: Any, lengths: Any, sums: Any, rows: int, limits: Limits) -> Iterator[Part]:
     """Decodes of a token and its drafts within so many rows: the same number in each request, and not."""
     count, tokens = len(table), limits.decode_tokens
-    yield PagedBatch(Part(0, count, table, lengths, sums, tokens, limits.keys), None)
+    yield Part(0, count, table, lengths, sums, tokens, limits.keys)
     if count * tokens <= rows:
-        yield PagedBatch(Part(0, count * tokens, table, lengths, None, tokens, limits.keys), None)
+        yield Part(0, count * tokens, table, lengths, None, tokens, limits.keys)
 
 
 def _counts(most: int) -> list[int]:

@@ -134,7 +134,7 @@ def test_prompts_alone_use_the_metadata_as_it_is(backend: Any, standin: StandIn)
     run(backend, metadata)
     ((_, context),) = launches(standin)
     assert context["q_cu_seq_lens"] == metadata.query_start_loc.data_ptr()
-    assert context["max_seq_len"] == 50
+    assert context["max_seq_len"] == MAX_LEN
 
 
 def test_a_bound_that_a_graph_can_be_replayed_with(backend: Any, standin: StandIn) -> None:
@@ -174,7 +174,7 @@ def test_the_pages_of_another_group_of_layers(backend: Any) -> None:
     table = torch.arange(12, dtype=INT32).view(3, 4)
     second = builder(backend).update_block_table(first, table, None)
     assert (second.decodes.table.tolist(), second.prefills.table.tolist()) == (table[:2].tolist(), table[2:].tolist())
-    assert (second.decodes.max_seq_len, second.prefills.max_seq_len) == (4 * BLOCK, 50)
+    assert (second.decodes.max_seq_len, second.prefills.max_seq_len) == (4 * BLOCK, 4 * BLOCK)
     assert (second.decodes.lengths is first.decodes.lengths, first.decodes.table.shape[1]) == (True, MAX_LEN // BLOCK)
     assert builder(backend).supports_update_block_table
 

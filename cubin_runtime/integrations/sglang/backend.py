@@ -47,11 +47,14 @@ class CubinRuntimeAttnBackend(PagedAttnBackend):
             options = self._options(layer, None)
             size, heads, kv_heads = layer.qk_head_dim, layer.tp_q_head_num, layer.tp_k_head_num
             check_layer(size, layer.v_head_dim, heads, kv_heads)
-            q = torch.zeros(1, heads, size, dtype=self._pool.dtype, device=self._first_slots.device)
-            reserve(q, kv_heads, self._page, "NHD", options, self._limits, _LOGGER)
-            self._scratch = shared_scratch(q.device.index or 0)
+            # Queries are a part of the rows that a projection wrote, or, where they were normalized, apart.
+            rows = torch.zeros(1, heads + 2 * kv_heads, size, dtype=self._pool.dtype, device=self._first_slots.device)
+            part = rows[:, :heads]
+            reserve(part, kv_heads, self._page, "NHD", options, self._limits, _LOGGER)
+            self._scratch = shared_scratch(rows.device.index or 0)
             columns = self._first_slots.shape[1]
-            warm_up(q, *self._caches(layer), "NHD", self._options(layer, None), self._limits, columns)
+            for q in (part, torch.zeros_like(part, memory_format=torch.contiguous_format)):
+                warm_up(q, *self._caches(layer), "NHD", self._options(layer, None), self._limits, columns)
 
     def _options(self, layer: Any, sinks: Any) -> LayerOptions:
         soft_cap = float(layer.logit_cap or 0.0)

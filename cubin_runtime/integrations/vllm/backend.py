@@ -158,7 +158,8 @@ class CubinRuntimeMetadataBuilder(AttentionMetadataBuilder[PagedBatch]):  # type
         decodes, prefills, decode_rows, prefill_rows = split
         table, lengths = step.block_table_tensor, step.seq_lens
         room = table.shape[1] * self._block_size
-        # The model's bound, as a captured launch is replayed with longer requests; keys that are sinks come on top.
+        # The model's bound, as a captured launch is replayed with longer requests, and as launches of prompts with
+        # other bounds need other fast paths; keys that are sinks come on top.
         bound = min(max(self._max_model_len, step.max_seq_len), room)
         first = last = None
         if decode_rows:
@@ -171,8 +172,7 @@ class CubinRuntimeMetadataBuilder(AttentionMetadataBuilder[PagedBatch]):  # type
             rest = slice(decodes, decodes + prefills)
             sums = step.query_start_loc[decodes : decodes + prefills + 1]
             sums = sums - decode_rows if decode_rows else sums
-            longest = min(step.max_seq_len, room)
-            last = Part(decode_rows, prefill_rows, table[rest], lengths[rest], sums, step.max_query_len, longest)
+            last = Part(decode_rows, prefill_rows, table[rest], lengths[rest], sums, step.max_query_len, bound)
         return PagedBatch(first, last)
 
     def _widths(self, step: Any, decodes: int) -> tuple[int, torch.Tensor | None]:
