@@ -45,6 +45,7 @@ from cubin_runtime.integrations.transformers import register
 SCHEMA = 3
 ROUNDS, ROUND_SECONDS, MOST_CALLS = 5, 0.05, 20  # without a GPU: one round of one call
 FIRST_STEPS = 5  # so many steps before continuous batching, the others behind it
+MOST_DIFFERENCE = 0.1  # of the largest logit, from sdpa's, beyond which a step is not timed
 LAST_CASE_SECONDS = 20.0  # no case begins so shortly before the end
 # Peers: the implementation's name for transformers, and the only backend that sdpa may take.
 PEERS: dict[str, tuple[str, SDPBackend | None]] = {
@@ -140,6 +141,12 @@ def prepared(model: Any, step: Step, name: str, device: str) -> tuple[torch.Tens
 def step_row(model: Any, name: str, step: Step, names: tuple[str, ...], device: str) -> dict[str, Any]:
     """The step of each implementation; the first is ours."""
     found = {each: outcome(partial(prepared, model, step, each, device)) for each in names}
+    for each, result in found.items():
+        if isinstance(result, tuple) and isinstance(found["sdpa"], tuple):
+            logits = found["sdpa"][0]
+            difference = float((result[0] - logits).abs().max() / logits.abs().max())
+            if not difference <= MOST_DIFFERENCE:
+                found[each] = f"wrong: logits differ from sdpa's by {difference:.2f} of the largest"
     able = {each: result for each, result in found.items() if isinstance(result, tuple)}
     rounds: dict[str, dict[str, list[float]]] = {each: {} for each in able}
     for _, (each, (_, ways)) in product(range(1 if device == "cpu" else ROUNDS), able.items()):

@@ -1,7 +1,9 @@
 """FlashAttention-3 of vLLM's wheel under the names that transformers imports: a peer without a build.
 
 ``FLASH_ATTENTION_3`` names ``vllm_flash_attn/_vllm_fa3_C.abi3.so`` of a vLLM wheel for the installed torch.
-Parameters and defaults are those of flash-attn-3's ``flash_attn_interface``.
+Parameters and defaults are those of flash-attn-3's ``flash_attn_interface``. That build leaves two things out: it takes
+requests only with their lengths, which are made once for each size here, and appends nothing to a cache, which our
+``append_kv`` does first.
 """
 
 from __future__ import annotations
@@ -9,8 +11,11 @@ from __future__ import annotations
 import importlib.machinery
 import os
 import sys
+from functools import cache
 from types import ModuleType
 from typing import Any
+
+from cubin_runtime.attention import append_kv
 
 VARIABLE = "FLASH_ATTENTION_3"
 Window = tuple[int, int]
@@ -55,8 +60,7 @@ def _forward(q: Any, k: Any, v: Any, scale: Any, causal: bool, window: Window, s
         last(q),
         last(k),
         last(v),
-        given.get("k_new"),
-        given.get("v_new"),
+        *(None, None),  # new keys and values
         None,  # q_v
         None,  # out
         given.get("q_sums"),
@@ -98,7 +102,17 @@ def flash_attn_func(
     s_aux: Any = None,
 ) -> Any:
     """Attention of requests of one size."""
-    return _forward(q, k, v, softmax_scale, causal, window_size, softcap, splits=num_splits, sinks=s_aux)
+    lengths = _same_lengths(*k.shape[:2], q.device)
+    return _forward(
+        q, k, v, softmax_scale, causal, window_size, softcap, splits=num_splits, sinks=s_aux, k_used=lengths
+    )
+
+
+@cache
+def _same_lengths(batch: int, length: int, device: Any) -> Any:
+    import torch
+
+    return torch.full((batch,), length, dtype=torch.int32, device=device)
 
 
 def flash_attn_varlen_func(
@@ -145,7 +159,10 @@ def flash_attn_with_kvcache(
     s_aux: Any = None,
 ) -> Any:
     """Attention over a cache, in pages with a table, to which keys and values are added first."""
-    given = {"k_new": k, "v_new": v, "k_used": cache_seqlens, "batch_index": cache_batch_idx, "table": page_table}
+    if k is not None:
+        append_kv(k, v, k_cache, v_cache, page_table, cache_seqlens, lengths_include_new=False)
+        cache_seqlens = cache_seqlens + k.shape[1]
+    given = {"k_used": cache_seqlens, "batch_index": cache_batch_idx, "table": page_table}
     given |= {"q_sums": cu_seqlens_q, "q_bound": max_seqlen_q}
     return _forward(
         q, k_cache, v_cache, softmax_scale, causal, window_size, softcap, splits=num_splits, sinks=s_aux, **given

@@ -14,7 +14,7 @@ from ..renaming import renamed
 from ..shapes import is_torch, shape_of
 from .attention import attend
 from .options import Options
-from .tensors import column, differences, filled, lengthened, numbers
+from .tensors import column, differences, filled, lengthened, numbers, whole_cache
 
 _MOST_DECODED = 8  # query tokens of a request that the decode kernels are for
 # Keys of a request from which on they are faster without lengths, too: they divide the keys over the GPU, and that is
@@ -140,14 +140,20 @@ def _is_decode(queries: Queries, cache: Cache, lengths: Any, options: Options) -
 
 
 def _decode(queries: Queries, cache: Cache, lengths: Any, options: Options) -> Any:
-    q, batch = queries.q, queries.batch
+    q, batch, table = queries.q, queries.batch, cache.table
+    if table is None and lengths is None:
+        table, lengths = whole_cache(q, batch, cache.capacity)
+    elif table is None:
+        table = numbers(q, batch)
+    elif lengths is None:
+        lengths = filled(q, batch, cache.capacity)
     try:
         return paged_decode(
             q,
             cache.k,
             cache.v,
-            numbers(q, batch) if cache.table is None else cache.table,
-            filled(q, batch, cache.capacity) if lengths is None else lengths,
+            table,
+            lengths,
             max_seq_len=cache.capacity,
             softmax_scale=options.softmax_scale,
             window_left=options.window[0],

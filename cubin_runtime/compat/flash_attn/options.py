@@ -45,8 +45,14 @@ class Options(NamedTuple):
         """
         if not isinstance(self.window_size, (tuple, list)) or len(self.window_size) != 2:
             raise UsageError(f"window_size={shown(self.window_size)}: expected (left, right)")
-        left, right = (-1 if side is None else max(-1, integer("window_size", side)) for side in self.window_size)
-        return left, -1 if self.causal else right
+        left, right = self.window_size
+        if type(left) is int is type(right):
+            return max(-1, left), -1 if self.causal else max(-1, right)
+        return _side(left), -1 if self.causal else _side(right)
+
+
+def _side(keys: Any) -> int:
+    return -1 if keys is None else max(-1, integer("window_size", keys))
 
 
 NAMES = {

@@ -6,10 +6,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from ...attention.fast_path import is_compiling
 from ...attention.process import default_runtime
 from ...errors import UsageError
 from ...tensor import view_of
 from ..shapes import is_torch, shape_of
+
+_MOST_MADE = 64
+_made: dict[tuple[Any, ...], tuple[Any, Any]] = {}
 
 
 def permuted(tensor: Any, order: Sequence[int]) -> Any:
@@ -50,17 +54,50 @@ def lengthened(lengths: Any, more: Any) -> Any:
 def filled(like: Any, batch: int, length: int) -> Any:
     """Lengths that are all the same, made on the device."""
     _check_torch(like, "cache_seqlens", "lengths would be made from a number")
-    import torch
-
-    return torch.full((batch,), length, dtype=torch.int32, device=like.device)
+    return _constants(like, batch, length)[1]
 
 
 def numbers(like: Any, count: int) -> Any:
     """int32 ``[count, 1]`` from 0, made on the device."""
     _check_torch(like, "block_table", "a table of a cache without pages would be made")
+    return _constants(like, count, 0)[0]
+
+
+def whole_cache(like: Any, batch: int, length: int) -> tuple[Any, Any]:
+    """Page table and lengths of a torch cache without pages, all of which is used: ``numbers`` and ``filled``."""
+    return _constants(like, batch, length)
+
+
+def _constants(like: Any, batch: int, length: int) -> tuple[Any, Any]:
+    """Tensors that nobody writes, those of an earlier call on the stream where there are some: layers ask alike.
+
+    What is made while torch traces, or while the stream captures, belongs to what is traced or captured.
+    """
     import torch
 
-    return torch.arange(count, dtype=torch.int32, device=like.device)[:, None]
+    device = like.device
+    if is_compiling() or type(like) not in (torch.Tensor, torch.nn.Parameter):
+        return _make(batch, length, device)
+    stream = 0
+    if device.type == "cuda":
+        if torch.cuda.is_current_stream_capturing():
+            return _make(batch, length, device)
+        stream = default_runtime().memory.current_stream(like)
+    key = (batch, length, device, stream)
+    found = _made.get(key)
+    if found is None:
+        if len(_made) >= _MOST_MADE:
+            _made.clear()
+        with torch.inference_mode(False):
+            found = _made[key] = _make(batch, length, device)
+    return found
+
+
+def _make(batch: int, length: int, device: Any) -> tuple[Any, Any]:
+    import torch
+
+    table = torch.arange(batch, dtype=torch.int32, device=device)[:, None]
+    return table, torch.full((batch,), length, dtype=torch.int32, device=device)
 
 
 def column(vector: Any, name: str) -> Any:

@@ -24,6 +24,9 @@ REFUSED = {
 }
 
 
+_PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "max_seqlen_q", "max_seqlen_k")
+
+
 class Options(NamedTuple):
     """Options of one layer's attention, in flash-attention's words."""
 
@@ -112,6 +115,8 @@ def packed_of(given: dict[str, Any], tokens: int) -> Packed | None:
     Raises:
         UsageError: sums of queries or of keys alone.
     """
+    if given.keys().isdisjoint(_PACKED):
+        return None
     sums = [given.pop(name, None) for name in ("cu_seq_lens_q", "cu_seq_lens_k")]
     bounds = [_either(given, f"max_length_{side}", f"max_seqlen_{side}") for side in ("q", "k")]
     if sums[0] is None and sums[1] is None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 from ...attention.paged_cache import PAGE_SIZES
 from ...errors import UsageError
@@ -12,6 +13,9 @@ from .widths import fits
 
 # What is read of a ``PagedAttentionCache``, besides calling its ``update``.
 _POOLS = {"block_size", "key_cache", "layer_index_to_group_indices", "sliding_windows", "value_cache"}
+
+
+_last_pages: WeakKeyDictionary[Any, _Pages] = WeakKeyDictionary()
 
 
 def attend_paged(
@@ -45,7 +49,7 @@ def attend_paged(
         raise UsageError("attention_mask: given with a paged cache, where the lengths say what is seen; expected None")
     if given.pop("block_table", None) is not None:
         raise UsageError("block_table: set max_blocks_per_request=0; decoding reads the pages by read_index")
-    if not set(dir(cache)) >= _POOLS:
+    if not all(hasattr(cache, name) for name in _POOLS):
         raise UsageError(f"cache: a {type(cache).__name__} without {sorted(_POOLS)}, as transformers 5.17 has them")
     read, write = given.pop("read_index"), given.pop("write_index")
     q = query.transpose(1, 2).squeeze(0)
@@ -63,7 +67,7 @@ def attend_paged(
         stored.index_copy_(0, write[group], states.transpose(1, 2).squeeze(0))
     size = cache.block_size
     k, v = (stored.view(-1, size, *stored.shape[1:]) for stored in (k_cache, v_cache))
-    table, lengths = _page_table(read[group], packed, size)
+    table, lengths = _page_table_of_step(cache, layer, read[group], packed)
     if packed.q_bound == 1 and q.shape[0] == lengths.shape[0]:
         out = operators.cached(q[:, None], k, v, cache_seqlens=lengths, block_table=table, **options.words())
         return out.transpose(0, 1)
@@ -91,6 +95,35 @@ def _packed(cache: Any, given: dict[str, Any], tokens: int, options: Options) ->
     if packed is None:
         raise UsageError("cu_seq_lens_q, cu_seq_lens_k: None with a paged cache, expected the requests' running sums")
     return packed
+
+
+class _Pages(NamedTuple):
+    """The page table that a layer made, and what it made it from."""
+
+    layer: int
+    read: Any
+    sums: Any
+    bound: int
+    table: Any
+    lengths: Any
+
+
+def _page_table_of_step(cache: Any, layer: int, read: Any, packed: Packed) -> tuple[Any, Any]:
+    """The page table of an earlier layer of this step, or a new one.
+
+    A step hands the same tensors to its layers, which come in order: to the first layer they are new, whatever it is
+    that they were filled with before. What is made while the stream captures belongs to the graph.
+    """
+    import torch
+
+    if torch.compiler.is_compiling() or (read.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return _page_table(read, packed, cache.block_size)
+    last = _last_pages.get(cache)
+    same = last is not None and last.read is read and last.sums is packed.k_sums and last.bound == packed.k_bound
+    if last is None or not same or layer <= last.layer:
+        last = _Pages(layer, read, packed.k_sums, packed.k_bound, *_page_table(read, packed, cache.block_size))
+    _last_pages[cache] = last._replace(layer=layer)
+    return last.table, last.lengths
 
 
 def _page_table(read: Any, packed: Packed, size: int) -> tuple[Any, Any]:

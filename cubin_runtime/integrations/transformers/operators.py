@@ -1,14 +1,81 @@
-"""The functions that attention goes through, with flash-attention's signatures where it has one of the kind."""
+"""The functions that attention goes through, with flash-attention's names for their arguments.
+
+They are those of ``cubin_runtime.compat.flash_attn`` without its checks of what ``arguments`` has made here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from ...attention.gqa import paged_decode
-from ...compat.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from ...compat.flash_attn.attention import attend_ragged
+from ...compat.flash_attn.cache import Cache, Queries, attend_cache
+from ...compat.flash_attn.options import NAMES
+from ...compat.flash_attn.options import Options as FlashOptions
 from ...compat.flash_attn.tensors import in_float32, numbers
 from ...errors import UsageError
+
+# Arguments of our operators -> those of a layer, in errors.
+_EVEN = {**NAMES, "k_cache": "k", "v_cache": "v", "sinks": "s_aux"}
+_PACKED = {**NAMES, "sinks": "s_aux", "page_table": "block_table", "seq_lens": "seqused_k"}
+_CACHED = {**_EVEN, "page_table": "block_table", "seq_lens": "cache_seqlens"}
+
+
+def attend_even(q: Any, k: Any, v: Any, **options: Any) -> Any:
+    """Attention of ``q`` ``[batch, q_len, heads, head_dim]`` over all of ``k`` and ``v`` ``[batch, kv_len, ...]``."""
+    queries = Queries(q, None, None, q.shape[0])
+    return attend_cache(queries, Cache(k, v, None, k.shape[1]), None, _flash_options(_EVEN, **options))[0]
+
+
+def attend_cached(q: Any, k: Any, v: Any, *, cache_seqlens: Any, block_table: Any = None, **options: Any) -> Any:
+    """Attention over the first ``cache_seqlens`` int32 ``[batch]`` keys of a cache, in pages with a table."""
+    columns = 1 if block_table is None else block_table.shape[1]
+    cache = Cache(k, v, block_table, columns * k.shape[1])
+    queries = Queries(q, None, None, q.shape[0])
+    return attend_cache(queries, cache, cache_seqlens, _flash_options(_CACHED, **options))[0]
+
+
+def attend_packed(
+    q: Any,
+    k: Any,
+    v: Any,
+    q_sums: Any,
+    k_sums: Any,
+    q_bound: int,
+    k_bound: int,
+    *,
+    seqused_k: Any = None,
+    block_table: Any = None,
+    out: Any = None,
+    **options: Any,
+) -> Any:
+    """Attention of ``q`` ``[tokens, heads, head_dim]`` with running sums, over packed keys or pages with a table."""
+    return attend_ragged(
+        q,
+        k,
+        v,
+        _flash_options(_PACKED, out=out, **options),
+        cu_seqlens_q=q_sums,
+        cu_seqlens_k=k_sums,
+        max_seqlen_q=q_bound,
+        max_seqlen_k=k_bound,
+        seqused_k=seqused_k,
+        table=block_table,
+    )[0]
+
+
+def _flash_options(
+    names: Mapping[str, str],
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    s_aux: Any = None,
+    out: Any = None,
+) -> FlashOptions:
+    sinks = None if s_aux is None else in_float32(s_aux)
+    return FlashOptions(names, softmax_scale, causal, window_size, softcap, sinks, out, False, False)
 
 
 def decode_masked(
@@ -44,13 +111,9 @@ def decode_masked(
 
 
 class Operators(NamedTuple):
-    """Functions as those of ``cubin_runtime.compat.flash_attn``, which they are by default.
+    """What attends, by the form of the call. A test without a GPU gives functions of its own."""
 
-    ``even`` is called as ``flash_attn_func``, ``ragged`` as ``flash_attn_varlen_func``, ``cached`` as
-    ``flash_attn_with_kvcache``, ``masked`` as ``decode_masked``. A test without a GPU gives functions of its own.
-    """
-
-    even: Callable[..., Any] = flash_attn_func
-    ragged: Callable[..., Any] = flash_attn_varlen_func
-    cached: Callable[..., Any] = flash_attn_with_kvcache
+    even: Callable[..., Any] = attend_even
+    ragged: Callable[..., Any] = attend_packed
+    cached: Callable[..., Any] = attend_cached
     masked: Callable[..., Any] = decode_masked
