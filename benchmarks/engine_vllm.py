@@ -11,7 +11,9 @@ Run by ``engine_run.sh`` on a machine with a Hopper GPU, with what ``tools/pack_
 * ``refusals``: what is refused at start, with its reason.
 * ``states``: batch invariance, chunk sizes, sleep and wake, dropped requests, preemption.
 * ``server``: time to the first token of streaming clients, first and later bursts after a start.
-* ``ranks``: tensor parallelism over two GPUs.
+* ``ranks``: tensor parallelism over two GPUs: judged tokens, and a start of both ranks on an empty store.
+* ``dealt``: decode context parallelism over two GPUs: judged tokens.
+* ``rank_figures``: jobs over two GPUs, beside FlashAttention-3.
 
 The result, ``vllm.SECTION.json``, is written after every row.
 """
@@ -19,12 +21,15 @@ The result, ``vllm.SECTION.json``, is written after every row.
 from __future__ import annotations
 
 from contextlib import ExitStack
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from engine.driver import Run
+from engine.mirror import mirrored
 from engine.program import main
 from engine.turns import take_turns
 from engine.vllm_run import MLA_PEER, OURS, PEER, Server, VllmRun
+from gpu_environment import built_sources
 
 # Job: prompts, new tokens.
 JOBS: dict[str, tuple[list[int], int]] = {
@@ -180,17 +185,59 @@ def server(run: Run) -> None:
 
 
 def ranks(run: Run) -> None:
-    """Tensor parallelism over two GPUs: judged tokens, and jobs in turns."""
+    """Tensor parallelism over two GPUs beside one: judged tokens, and a start of both ranks on an empty store."""
+    two, one = {"tensor_parallel_size": 2}, {"tensor_parallel_size": 1}
     for model in run.names or ("llama", "gptoss"):
         with ExitStack() as stack:
-            engines = run.pair(stack, model, tensor_parallel_size=2)
-            take_turns(
-                run, engines, {name: JOBS[name] for name in ("1 x 4,000 + 256", "64 x 1,024 + 256")}, model=model
-            )
-            run.row(model=model, ranks=2, **run.both(engines), **run.judged(engines, model, f"{model}.ranks"))
+            try:
+                run.row(model=model, ranks=2, **_first_start(run, model, **two))
+                alone = {f"{OURS} one GPU": one, f"{run.peer_of(model)} one GPU": one}
+                engines = run.pair(stack, model, more=alone, **two)
+                run.row(model=model, ranks=2, **run.both(engines), **run.judged(engines, model, f"{model}.ranks"))
+            except RuntimeError as error:
+                run.row(model=model, ranks=2, error=str(error))
 
 
-SECTIONS = (tokens, figures, readiness, host, drafts, refusals, states, server, ranks)
+def _first_start(run: Run, model: str, **options: Any) -> dict[str, Any]:
+    """What a server of our kernels sent to a start on an empty store, and when the ranks named their kernels."""
+    with ExitStack() as stack, TemporaryDirectory() as store:
+        address, sent = stack.enter_context(mirrored(built_sources()[0]))
+        around = {"CUBIN_RUNTIME_SOURCES": address, "CUBIN_RUNTIME_CACHE": store, "CUBIN_RUNTIME_OFFLINE": "0"}
+        (engine,) = run.start(stack, model, {f"{OURS} first": {}}, environment=around, **options)
+        engine.end()
+        lines = engine.log.read_text().splitlines()
+        ready = [line for line in lines if "cubin_runtime: " in line and " run on " in line]
+        return {"first_start": engine.started, "sent": dict(sent), "ready": ready}
+
+
+def dealt(run: Run) -> None:
+    """Decode context parallelism over two GPUs, of models with MLA: judged tokens, beside tensor parallelism alone."""
+    for model in run.names or ("deepseek",):
+        with ExitStack() as stack:
+            try:
+                more = {f"{OURS} undivided": {"decode_context_parallel_size": 1}}
+                given = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}
+                engines = run.pair(stack, model, more=more, **given)
+                run.row(model=model, **run.both(engines), **run.judged(engines, model, f"{model}.dealt"))
+            except RuntimeError as error:
+                run.row(model=model, error=str(error))
+
+
+def rank_figures(run: Run) -> None:
+    """Jobs of models over two GPUs, in turns; all engines start together."""
+    jobs = {name: JOBS[name] for name in ("1 x 4,000 + 256", "64 x 1,024 + 256")}
+    with ExitStack() as stack:
+        names = run.names or ("llama-shape", "gptoss-shape")
+        pairs = {model: run.pair(stack, model, wait=False, tensor_parallel_size=2) for model in names}
+        for model, engines in pairs.items():
+            for engine in engines:
+                engine.wait()
+            run.row(model=model, ranks=2, **run.both(engines))
+        for model, engines in pairs.items():
+            take_turns(run, engines, jobs, model=model, ranks=2)
+
+
+SECTIONS = (tokens, figures, readiness, host, drafts, refusals, states, server, ranks, dealt, rank_figures)
 
 
 if __name__ == "__main__":
