@@ -11,6 +11,7 @@ from host_tensors import memory_of_host_tensors
 from cubin_runtime.attention import Runtime
 from cubin_runtime.compat import flash_attn, flash_attn_interface
 from cubin_runtime.compat.flash_attn import cache as cache_module
+from cubin_runtime.compat.flash_attn.tensors import whole_cache
 from cubin_runtime.errors import UsageError
 from cubin_runtime.kernels.native.append.params import APPEND_KV
 from cubin_runtime.kernels.native.decode.params import PAGED_DECODE_TMA
@@ -271,3 +272,22 @@ def test_torch_traces_append_and_decode_as_two_ops() -> None:
         "cubin_runtime.append_kv",
         "cubin_runtime.paged_decode",
     ]
+
+
+def test_layers_that_ask_for_the_same_lengths_get_the_same_tensors() -> None:
+    like = torch.empty(1)
+    table, lengths = whole_cache(like, 3, 40)
+    assert (table.tolist(), lengths.tolist()) == ([[0], [1], [2]], [40] * 3)
+    assert whole_cache(torch.empty(2), 3, 40)[1] is lengths
+    assert whole_cache(like, 3, 41)[1].tolist() == [41] * 3
+    for length in range(200):  # more than are kept
+        assert whole_cache(like, 2, length)[1].tolist() == [length] * 2
+    assert not whole_cache(like, 3, 40)[0].is_inference()
+
+
+def test_tensors_of_a_traced_call_are_its_own() -> None:
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    with FakeTensorMode():
+        assert isinstance(whole_cache(torch.empty(1), 5, 7)[1], FakeTensor)
+    assert type(whole_cache(torch.empty(1), 5, 7)[1]) is torch.Tensor

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from launch_records import integers, launches
 
-from cubin_runtime.compat.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from cubin_runtime.errors import UsageError
+from cubin_runtime.integrations.transformers.arguments import Packed
 from cubin_runtime.integrations.transformers.attention import attention
+from cubin_runtime.integrations.transformers.continuous import _page_table_of_step
 from cubin_runtime.integrations.transformers.masks import mask
 from cubin_runtime.integrations.transformers.operators import Operators
 from cubin_runtime.testing import StandIn
@@ -34,7 +35,7 @@ class Attended:
         self._alive: list[Any] = []
 
     def __call__(self, **given: Any) -> Any:
-        operators = Operators(*map(self._keeping, (flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache)))
+        operators = Operators(*map(self._keeping, Operators()))
         out, _ = attention(operators, SimpleNamespace(is_causal=True, layer_idx=0), **given)
         query = given["query"]
         assert out.shape == (query.shape[0], query.shape[2], HEADS, DIM)
@@ -274,3 +275,16 @@ def test_without_bounds_the_tokens_bound(attend: Attended) -> None:
     attend(**given)
     _, sent = attend.launch()
     assert (sent["q_len"], sent["max_seq_len"]) == (35, 35)
+
+
+def test_layers_of_a_step_share_its_page_table_and_the_next_step_makes_its_own() -> None:
+    read, sums = torch.arange(32, 64), torch.tensor([0, 20, 32], dtype=INT32)
+    packed = Packed(sums, sums, 1, 20)
+    first = [_page_table_of_step(layer, read, packed, 16) for layer in (0, 1, 4)]
+    assert all(table is first[0][0] and lengths is first[0][1] for table, lengths in first)
+    read += 64  # the same tensors, filled anew
+    table, _ = _page_table_of_step(0, read, packed, 16)
+    assert (table - first[0][0]).tolist() == [[4, 4], [4, 4]]
+    other, _ = _page_table_of_step(1, read.clone(), packed, 16)
+    assert other is not table
+    assert torch.equal(other, table)

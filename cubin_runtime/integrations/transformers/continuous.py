@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from threading import local
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import ref
 
 from ...attention.paged_cache import PAGE_SIZES
 from ...errors import UsageError
@@ -15,7 +16,7 @@ from .widths import fits
 _POOLS = {"block_size", "key_cache", "layer_index_to_group_indices", "sliding_windows", "value_cache"}
 
 
-_last_pages: WeakKeyDictionary[Any, _Pages] = WeakKeyDictionary()
+_last = local()
 
 
 def attend_paged(
@@ -67,7 +68,7 @@ def attend_paged(
         stored.index_copy_(0, write[group], states.transpose(1, 2).squeeze(0))
     size = cache.block_size
     k, v = (stored.view(-1, size, *stored.shape[1:]) for stored in (k_cache, v_cache))
-    table, lengths = _page_table_of_step(cache, layer, read[group], packed)
+    table, lengths = _page_table_of_step(layer, read[group], packed, size)
     if packed.q_bound == 1 and q.shape[0] == lengths.shape[0]:
         out = operators.cached(q[:, None], k, v, cache_seqlens=lengths, block_table=table, **options.words())
         return out.transpose(0, 1)
@@ -98,7 +99,7 @@ def _packed(cache: Any, given: dict[str, Any], tokens: int, options: Options) ->
 
 
 class _Pages(NamedTuple):
-    """The page table that a layer made, and what it made it from."""
+    """The page table that a layer used, and weak references to what it was made from."""
 
     layer: int
     read: Any
@@ -108,21 +109,20 @@ class _Pages(NamedTuple):
     lengths: Any
 
 
-def _page_table_of_step(cache: Any, layer: int, read: Any, packed: Packed) -> tuple[Any, Any]:
-    """The page table of an earlier layer of this step, or a new one.
+def _page_table_of_step(layer: int, read: Any, packed: Packed, size: int) -> tuple[Any, Any]:
+    """The page table of the layer before, where this is the same step, or a new one.
 
-    A step hands the same tensors to its layers, which come in order: to the first layer they are new, whatever it is
-    that they were filled with before. What is made while the stream captures belongs to the graph.
+    A step hands the same tensors to its layers, which come in order: to its first layer they are new, whatever it is
+    that they held before. What is made while the stream captures belongs to the graph.
     """
     import torch
 
     if torch.compiler.is_compiling() or (read.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return _page_table(read, packed, cache.block_size)
-    last = _last_pages.get(cache)
-    same = last is not None and last.read is read and last.sums is packed.k_sums and last.bound == packed.k_bound
-    if last is None or not same or layer <= last.layer:
-        last = _Pages(layer, read, packed.k_sums, packed.k_bound, *_page_table(read, packed, cache.block_size))
-    _last_pages[cache] = last._replace(layer=layer)
+        return _page_table(read, packed, size)
+    sums, bound, last = packed.k_sums, packed.k_bound, getattr(_last, "pages", None)
+    if last is None or layer <= last.layer or last.bound != bound or last.read() is not read or last.sums() is not sums:
+        last = _Pages(layer, ref(read), ref(sums), bound, *_page_table(read, packed, size))
+    _last.pages = last._replace(layer=layer)
     return last.table, last.lengths
 
 
