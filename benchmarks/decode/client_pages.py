@@ -61,13 +61,24 @@ def transformers(report: Report) -> str:
             f"{packages.get('torch', '-')}; {environment['date'][:10]}. {layers}, random weights, bf16. Medians of "
             f"{report['rounds']} rounds in which the implementations take turns. A ratio is a peer's time by ours, "
             "above 1 where ours is faster; in brackets that of CUDA graph replays. Times are of the whole model, not "
-            "of attention alone. `sdpa flash` and `sdpa cuDNN` are sdpa on that backend of torch alone. Data: "
-            "[`transformers.json`](../benchmarks/results/transformers.json).",
+            "of attention alone. `sdpa flash` and `sdpa cuDNN` are sdpa on that backend of torch alone."
+            f"{_flash(report)} Data: [`transformers.json`](../benchmarks/results/transformers.json).",
             table(heads, lines),
             *_host_times(rows, report["ours"], one_model),
             *_batching(report["continuous_batching"], report["ours"]),
             *_absent(rows, report["ours"]),
         )
+    )
+
+
+def _flash(report: Report) -> str:
+    """Where FlashAttention-3 came from."""
+    if not report.get("flash_attention_3"):
+        return ""
+    return (
+        " FlashAttention-3 is that of vLLM 0.26.0, whose build takes requests by their lengths alone and appends "
+        "nothing: lengths are made once, and continuous batching appends with our `append_kv`. An implementation whose "
+        "logits are far from sdpa's is not timed."
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -38,10 +39,19 @@ MODELS = {
 
 
 def figures(results: Path) -> str:
-    """All sections that were measured, in both engines."""
+    """All sections of one GPU that were measured, in both engines."""
+    return _sections(results, SECTIONS) or NOT_MEASURED
+
+
+def ranks(results: Path) -> str:
+    """The sections of two GPUs that were measured; nothing before."""
+    return _sections(results, RANKS)
+
+
+def _sections(results: Path, sections: Mapping[str, Callable[[str, Sequence[Row]], str]]) -> str:
     parts: list[str] = []
     for engine in ENGINES:
-        for section, write in SECTIONS.items():
+        for section, write in sections.items():
             report = report_of(results / f"{engine}_{section}.json")
             rows = [row for row in report.get("rows", ()) if "error" not in row]
             if rows and (lines := write(engine, rows)):
@@ -50,7 +60,7 @@ def figures(results: Path) -> str:
                     f"{_place(engine, section, report)} {WORDS[section]}",
                     lines,
                 ]
-    return "\n\n".join(parts) or NOT_MEASURED
+    return "\n\n".join(parts)
 
 
 def _place(engine: str, section: str, report: Report) -> str:
@@ -156,6 +166,32 @@ def _states(engine: str, rows: Sequence[Row]) -> str:
     return _table(("what", "model", "result"), lines)
 
 
+def _ranks(engine: str, rows: Sequence[Row]) -> str:
+    """Judged tokens, and how engines started."""
+    judged = [row for row in rows if "made" in row]
+    labels = list(dict.fromkeys(label for row in judged for label in row["start"]))
+    lines = []
+    for row in (row for row in rows if "first_start" in row):
+        started = next((each["start"] for each in judged if each["model"] == row["model"]), {})
+        seconds = [f"{started[label]['engine_seconds']:.1f}" if label in started else "-" for label in labels]
+        most = max(row["sent"].values())
+        sent = f"{len(row['sent'])} files, {'each once' if most == 1 else f'up to {most} times'}"
+        first = f"{row['first_start']['engine_seconds']:.1f}"
+        lines.append((MODELS[row["model"]], *seconds, first, sent, _loaded(row["ready"])))
+    heads = (*(f"start, {_name(label)}, s" for label in labels), "ours, empty store, s", "fetched", "kernels loaded at")
+    return "\n\n".join(filter(None, (_tokens(engine, judged), _table(("model", *heads), lines))))
+
+
+def _loaded(lines: Sequence[str]) -> str:
+    """The time of the first line of each rank."""
+    times: dict[str, str] = {}
+    for line in lines:
+        rank, time = re.search(r"TP(\d+)", line), re.search(r"\d\d:\d\d:\d\d", line)
+        if rank and time:
+            times.setdefault(rank[1], time[0])
+    return ", ".join(f"{time} (rank {rank})" for rank, time in sorted(times.items())) or "-"
+
+
 def _refusals(engine: str, rows: Sequence[Row]) -> str:
     lines = [(row["refused"], f"`{_reason(row)}`") for row in rows]
     return _table(("asked for", "the engine's log says"), lines)
@@ -181,7 +217,15 @@ SECTIONS: Mapping[str, Callable[[str, Sequence[Row]], str]] = {
     "states": _states,
     "refusals": _refusals,
 }
+RANKS: Mapping[str, Callable[[str, Sequence[Row]], str]] = {
+    "ranks": _ranks,
+    "rank_figures": _jobs,
+    "dealt": _tokens,
+}
 TITLES = {
+    "ranks": "tensor parallelism over two GPUs",
+    "rank_figures": "jobs over two GPUs",
+    "dealt": "decode context parallelism over two GPUs",
     "figures": "jobs",
     "tokens": "tokens beside float32",
     "deterministic": "deterministic inference",
@@ -193,6 +237,12 @@ TITLES = {
     "refusals": "refused at start",
 }
 WORDS = {
+    "ranks": "As tokens beside float32 on one GPU: mean error of the chosen token's logprob. Then how long the engines "
+    "took to start, and both ranks of ours at once on an empty store, with a server that counts what it sends.",
+    "rank_figures": "Tensor parallelism of 2. Best of the rounds, engines in turns; the last two columns: the other's "
+    "time over ours, of the whole job and of its decodes behind cached prompts.",
+    "dealt": "Tensor and decode context parallelism of 2, MLA; undivided: tensor parallelism alone. Mean error of the "
+    "chosen token's logprob beside float32.",
     "figures": "Best of the rounds, engines in turns; the last two columns: the other's time over ours, of the whole "
     "job and of its decodes behind cached prompts.",
     "tokens": "Random weights; 32 prompts of 1 to 3,500 tokens, 48 greedy tokens each: mean error of the chosen "

@@ -1,0 +1,46 @@
+"""The tables of vLLM over two GPUs say what made-up rows say."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+from parts.engines_page import ranks
+
+ENVIRONMENT = {"gpu": {"name": "GPU"}, "packages": {"vllm": "0.26.0", "torch": "2"}}
+LINE = "(Worker_TP{rank} pid=7) INFO 11-25 23:14:0{rank} [readiness.py:39] cubin_runtime: layers of {n} run on a, b"
+
+
+def write(folder: Path, section: str, *rows: dict[str, Any]) -> None:
+    (folder / f"vllm_{section}.json").write_text(json.dumps({"environment": ENVIRONMENT, "rows": rows}))
+
+
+def test_a_start_on_an_empty_store_and_judged_tokens(tmp_path: Path) -> None:
+    first = {"first_start": {"engine_seconds": 31.25}, "sent": {"/a": 1, "/b": 1}}
+    first |= {"ready": [LINE.format(rank=rank, n=n) for rank, n in ((1, 4), (0, 4), (1, 8))]}
+    labels = ("CUSTOM", "FLASH_ATTN", "CUSTOM one GPU")
+    judged: dict[str, Any] = {"start": {label: {"engine_seconds": 20.0} for label in labels}}
+    judged |= {
+        "made": {each: {} for each in labels},
+        "judge": {each: {"mean_error": 0.02, "tokens": 9} for each in labels},
+    }
+    write(
+        tmp_path, "ranks", {"model": "llama", **first}, {"model": "llama", **judged}, {"model": "gptoss", "error": ""}
+    )
+    text = ranks(tmp_path)
+    assert "| Llama 3 8B, 4 layers | 9 | 0.0200 | 0.0200 | 0.0200 |" in text
+    assert "| 20.0 | 20.0 | 20.0 | 31.2 | 2 files, each once | 23:14:00 (rank 0), 23:14:01 (rank 1) |" in text
+
+
+def test_a_file_that_was_sent_again_is_told(tmp_path: Path) -> None:
+    first = {"first_start": {"engine_seconds": 1.0}, "sent": {"/a": 1, "/b": 2}, "ready": []}
+    write(tmp_path, "ranks", {"model": "llama", **first})
+    assert "| 2 files, up to 2 times | - |" in ranks(tmp_path)
+
+
+def test_nothing_is_said_before_there_is_a_measurement(tmp_path: Path) -> None:
+    assert ranks(tmp_path) == ""
