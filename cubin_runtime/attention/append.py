@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ..launch.driver import DeviceFacts
 from ..launch.semaphore_workspace import AnyWorkspace
-from .append_operator import APPEND_KV, SCALES
+from .append_operator import APPEND_KV, SCALES, AppendOptions, AppendTensors
 from .backends import AUTO
 from .fast_path import CALL_RUNTIME, operator_function
 from .plain_operator import PlainPlan, plain_op, plan_plain, run_plain
@@ -44,7 +44,24 @@ class AppendKvPlan(PlainPlan):
         Pass exactly the optional tensors that the plan was made with. A scale that was planned as a number may be
         another number, or None for the plan's. Errors are those of ``append_kv``.
         """
-        self.run_step(locals())
+        self.run_step(
+            AppendTensors(
+                key=key,
+                value=value,
+                k_cache=k_cache,
+                v_cache=v_cache,
+                page_table=page_table,
+                seq_lens=seq_lens,
+                cum_seq_lens=cum_seq_lens,
+                positions=positions,
+                batch_indices=batch_indices,
+                page_indptr=page_indptr,
+                k_scale=k_scale,
+                v_scale=v_scale,
+            ),
+            workspace,
+            stream,
+        )
 
 
 def plan_append_kv(
@@ -73,7 +90,24 @@ def plan_append_kv(
     Planning launches and loads nothing and reads no tensor. ``device_facts`` plans for a described device instead of
     the one that ``key`` is on.
     """
-    return plan_plain(AppendKvPlan, APPEND_KV, locals())
+    tensors = AppendTensors(
+        key=key,
+        value=value,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        page_table=page_table,
+        seq_lens=seq_lens,
+        cum_seq_lens=cum_seq_lens,
+        positions=positions,
+        batch_indices=batch_indices,
+        page_indptr=page_indptr,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
+    options = AppendOptions(
+        kv_layout=kv_layout, lengths_include_new=lengths_include_new, backend=backend, enable_pdl=enable_pdl
+    )
+    return plan_plain(AppendKvPlan, APPEND_KV, tensors, options, runtime=runtime, device_facts=device_facts)
 
 
 @operator_function(
@@ -145,4 +179,21 @@ def append_kv(
         MissingError, SourceError, CorruptError: the kernel is not available.
         DeviceError: the driver or the ABI gate rejects the launch.
     """
-    run_plain(AppendKvPlan, APPEND_KV, locals())
+    tensors = AppendTensors(
+        key=key,
+        value=value,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        page_table=page_table,
+        seq_lens=seq_lens,
+        cum_seq_lens=cum_seq_lens,
+        positions=positions,
+        batch_indices=batch_indices,
+        page_indptr=page_indptr,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
+    options = AppendOptions(
+        kv_layout=kv_layout, lengths_include_new=lengths_include_new, backend=backend, enable_pdl=enable_pdl
+    )
+    run_plain(AppendKvPlan, APPEND_KV, tensors, options, workspace=workspace, stream=stream, runtime=runtime)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from ..dtypes import DTYPES, ITEM_BYTES
 from ..errors import UsageError
@@ -25,9 +25,29 @@ from .paged_cache import Q_DTYPES, cache_view
 from .plain_operator import PlainCall, PlainOperator
 from .runtime import NativeRelease
 
+if TYPE_CHECKING:
+    from ..tensor import Scale, Tensor
+
 HEAD_DIM_STEP, MAX_HEAD_DIM = 16, 1024
 _MOST_TOKENS = 1 << 30  # the number of a token behind them, where a CTA's next chunk would begin, fits an int32
 SCALES = ("k_scale", "v_scale")
+
+
+class AppendTensors(TypedDict):
+    """The tensors of an append by name, as ``APPEND_KV`` declares them; its scales may be numbers."""
+
+    key: Tensor
+    value: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    page_table: Tensor
+    seq_lens: Tensor | None
+    cum_seq_lens: Tensor | None
+    positions: Tensor | None
+    batch_indices: Tensor | None
+    page_indptr: Tensor | None
+    k_scale: Scale | None
+    v_scale: Scale | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,5 +245,4 @@ APPEND_KV = PlainOperator(
     scales=SCALES,
     check=_check,
     launches=_launches,
-    op_options={"kv_layout": "str", "lengths_include_new": "bool"},
 )

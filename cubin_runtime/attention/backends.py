@@ -94,9 +94,8 @@ def resolve_backend(operator: str, backend: str, device: DeviceFacts) -> str:
     return name
 
 
-def device_facts_of(arguments: Mapping[str, Any]) -> DeviceFacts | None:
-    """The described device of a call's arguments; raises ``UsageError`` for anything else."""
-    facts = arguments["device_facts"]
+def check_device_facts(facts: Any) -> DeviceFacts | None:
+    """The argument ``device_facts``; raises ``UsageError`` for anything but a described device or None."""
     if facts is not None and not isinstance(facts, DeviceFacts):
         raise UsageError(f"device_facts: got {type(facts).__name__}, expected DeviceFacts")
     return facts

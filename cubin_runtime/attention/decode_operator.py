@@ -18,7 +18,7 @@ from ..launch.semaphore_workspace import check_workspace
 from ..launch.streams import stream_handle
 from ..tensor import is_torch, view_of
 from ..values import dataclass
-from .backends import device_facts_of, resolve_backend
+from .backends import check_device_facts, resolve_backend
 from .call_family import Q_LEN_BOUND, CallFamily, stream_of
 from .checks import OptionCheck, check_options, integer, option_checks
 from .decode_call import KV_SCALES, DecodeCall, DecodeOptions, check_query_bounds
@@ -113,7 +113,7 @@ PlanT = TypeVar("PlanT", bound=DecodePlan)
 
 def plan_decode(plan_class: type[PlanT], operator: DecodeOperator, arguments: dict[str, Any]) -> PlanT:
     """The plan for a call's ``arguments`` by name; the dict is this function's own."""
-    runtime, facts = runtime_of(arguments["runtime"]), device_facts_of(arguments)
+    runtime, facts = runtime_of(arguments["runtime"]), check_device_facts(arguments["device_facts"])
     check_options(operator.checks, arguments)
     options = _options(operator, arguments, _split_scales(operator, arguments))
     call = DecodeCall(operator.read(arguments, options), options)

@@ -7,9 +7,9 @@ own request; bits past the request's tokens are 0. Keys in front of the query to
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from ..errors import UsageError
 from ..kernels.native.decode.shape import MAX_QUERIES
@@ -34,6 +34,15 @@ if TYPE_CHECKING:
     from ..tensor import Tensor
 
 _DTYPE = "uint16"
+
+
+class DraftMaskTensors(TypedDict):
+    """The tensors of a packing by name, as ``DRAFT_MASK`` declares them."""
+
+    out: Tensor
+    parents: Tensor | None
+    allowed: Tensor | None
+    q_cu_seq_lens: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +146,9 @@ class DraftMaskPlan(PlainPlan):
         stream: Stream | None = None,
     ) -> None:
         """Run on tensors with the planned shapes, strides and dtypes; see ``draft_mask``, whose errors it has."""
-        self.run_step(locals())
+        self.run_step(
+            DraftMaskTensors(out=out, parents=parents, allowed=allowed, q_cu_seq_lens=q_cu_seq_lens), workspace, stream
+        )
 
 
 def plan_draft_mask(
@@ -156,29 +167,31 @@ def plan_draft_mask(
     Planning launches and loads nothing and reads no tensor. ``device_facts`` plans for a described device instead of
     the one that ``out`` is on.
     """
-    return plan_plain(DraftMaskPlan, DRAFT_MASK, locals())
+    tensors = DraftMaskTensors(out=out, parents=parents, allowed=allowed, q_cu_seq_lens=q_cu_seq_lens)
+    options = DraftMaskOptions(backend=backend, enable_pdl=enable_pdl)
+    return plan_plain(DraftMaskPlan, DRAFT_MASK, tensors, options, runtime=runtime, device_facts=device_facts)
 
 
-def _output_shape(given: Mapping[str, Any]) -> tuple[Any, tuple[int, ...]]:
-    """The tree among a call's arguments by name, and the shape of an output of ``_DTYPE`` for it.
+def _output_shape(parents: Any, allowed: Any, q_cu_seq_lens: Any, max_q_len: Any) -> tuple[Any, tuple[int, ...]]:
+    """The tree among a call's arguments, and the shape of an output of ``_DTYPE`` for it.
 
     Raises:
         UsageError: there is no tree, or its shape or the bound does not say the output's.
     """
-    source = next((name for name in ("parents", "allowed") if given[name] is not None), None)
-    if source is None:
+    source, tree = ("allowed", allowed) if parents is None else ("parents", parents)
+    if tree is None:
         raise UsageError("out: None without parents and allowed, expected a tensor")
-    shape, ragged = tuple(getattr(given[source], "shape", ())), given["q_cu_seq_lens"] is not None
+    shape, ragged = tuple(getattr(tree, "shape", ())), q_cu_seq_lens is not None
     tokens = shape[:-1] if source == "allowed" else shape
     if len(tokens) != (1 if ragged else 2):
         form = "[tokens, ...] with" if ragged else "[batch, q_len, ...] without"
         raise UsageError(f"{source}: shape {shape}, expected {form} q_cu_seq_lens")
-    bound = given["max_q_len"] if ragged and source == "parents" else shape[-1]
+    bound = max_q_len if ragged and source == "parents" else shape[-1]
     if bound is None:
         raise UsageError("max_q_len: None with q_cu_seq_lens and without out, expected the bound")
     if not 1 <= integer("max_q_len", bound) <= MAX_QUERIES:
         raise UsageError(f"max_q_len={bound}: expected 1 to {MAX_QUERIES} query tokens per request")
-    return given[source], (*tokens, mask_words(bound) * MASK_ELEMENTS[_DTYPE])
+    return tree, (*tokens, mask_words(bound) * MASK_ELEMENTS[_DTYPE])
 
 
 def _complete(given: dict[str, Any]) -> Any:
@@ -186,7 +199,7 @@ def _complete(given: dict[str, Any]) -> Any:
     if given["out"] is None:
         import torch
 
-        tree, shape = _output_shape(given)
+        tree, shape = _output_shape(*(given[name] for name in ("parents", "allowed", "q_cu_seq_lens", "max_q_len")))
         given["out"] = torch.empty(shape, dtype=getattr(torch, _DTYPE), device=tree.device)
     return given["out"]
 
@@ -232,14 +245,15 @@ def draft_mask(
     Raises:
         as ``append_kv``.
     """
-    given = locals()
     if is_on_host(parents) or is_on_host(allowed):
-        for name in ("q_cu_seq_lens", "out"):
-            if given[name] is not None:
+        for name, given in (("q_cu_seq_lens", q_cu_seq_lens), ("out", out)):
+            if given is not None:
                 raise UsageError(f"{name}: given with a tree on the host, expected None")
         return pack_on_host(parents, allowed, max_q_len)
     if out is None:
-        tree, shape = _output_shape(given)
-        given["out"] = out = (runtime or default_runtime()).memory.empty(tree, shape, _DTYPE)
-    run_plain(DraftMaskPlan, DRAFT_MASK, given)
+        tree, shape = _output_shape(parents, allowed, q_cu_seq_lens, max_q_len)
+        out = (runtime or default_runtime()).memory.empty(tree, shape, _DTYPE)
+    tensors = DraftMaskTensors(out=out, parents=parents, allowed=allowed, q_cu_seq_lens=q_cu_seq_lens)
+    options = DraftMaskOptions(backend=backend, enable_pdl=enable_pdl)
+    run_plain(DraftMaskPlan, DRAFT_MASK, tensors, options, workspace=workspace, stream=stream, runtime=runtime)
     return out

@@ -143,7 +143,7 @@ class PagedDecodePlan(DecodePlan):
             WorkspaceError: the workspace is too small or belongs to another stream.
             DeviceError: the kernel cannot be loaded or launched.
         """
-        self.run_step(locals())
+        self.run_step(locals(), workspace, stream)
 
 
 def plan_paged_decode(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from ..dtypes import DTYPES
 from ..errors import UsageError
@@ -33,6 +33,19 @@ DTYPES_OF_V = ("bfloat16", "float16", "float32")
 LSE_BASES = ("2", "e")
 MAX_HEAD_DIM = 4096
 _MAX_ROWS = 1 << 31
+
+
+class MergeTensors(TypedDict):
+    """The tensors of a merge by name, as ``MERGE_STATES`` declares them."""
+
+    v: Tensor
+    s: Tensor
+    v_other: Tensor | None
+    s_other: Tensor | None
+    out: Tensor
+    lse: Tensor | None
+    sinks: Tensor | None
+    mask: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +145,6 @@ MERGE_STATES = PlainOperator(
     scales=(),
     check=_check,
     launches=_launches,
-    op_options={"lse_base": "str"},
 )
 
 
@@ -158,7 +170,11 @@ class MergeStatesPlan(PlainPlan):
 
         Pass exactly the optional tensors that the plan was made with.
         """
-        self.run_step(locals())
+        self.run_step(
+            MergeTensors(v=v, s=s, v_other=v_other, s_other=s_other, out=out, lse=lse, sinks=sinks, mask=mask),
+            workspace,
+            stream,
+        )
 
 
 def plan_merge_states(
@@ -182,7 +198,9 @@ def plan_merge_states(
     Planning launches and loads nothing and reads no tensor. ``device_facts`` plans for a described device instead of
     the one that ``v`` is on.
     """
-    return plan_plain(MergeStatesPlan, MERGE_STATES, locals())
+    tensors = MergeTensors(v=v, s=s, v_other=v_other, s_other=s_other, out=out, lse=lse, sinks=sinks, mask=mask)
+    options = MergeOptions(lse_base=lse_base, backend=backend, enable_pdl=enable_pdl)
+    return plan_plain(MergeStatesPlan, MERGE_STATES, tensors, options, runtime=runtime, device_facts=device_facts)
 
 
 def _complete(given: dict[str, Any]) -> Any:
@@ -245,5 +263,7 @@ def merge_states(
         if len(view.shape) not in (3, 4):
             raise UsageError(f"v: shape {view.shape}, expected 3 or 4 dimensions")
         out = memory.empty(v, (view.shape[0], *view.shape[-2:]), None)
-    run_plain(MergeStatesPlan, MERGE_STATES, locals())
+    tensors = MergeTensors(v=v, s=s, v_other=v_other, s_other=s_other, out=out, lse=lse, sinks=sinks, mask=mask)
+    options = MergeOptions(lse_base=lse_base, backend=backend, enable_pdl=enable_pdl)
+    run_plain(MergeStatesPlan, MERGE_STATES, tensors, options, workspace=workspace, stream=stream, runtime=runtime)
     return out

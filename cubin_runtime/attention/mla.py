@@ -134,7 +134,7 @@ class MlaDecodePlan(DecodePlan):
 
         The other arguments and the errors are those of ``PagedDecodePlan.run``.
         """
-        self.run_step(locals())
+        self.run_step(locals(), workspace, stream)
 
 
 def plan_mla_decode(

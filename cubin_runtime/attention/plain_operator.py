@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, fields
 from functools import cache
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import UsageError
 from ..kernels.native.launches import NativeLaunch
@@ -13,16 +13,19 @@ from ..launch.driver import DeviceFacts
 from ..launch.semaphore_workspace import check_workspace
 from ..tensor import is_torch
 from ..values import dataclass
-from .backends import device_facts_of, resolve_backend
+from .backends import check_device_facts, resolve_backend
 from .call_family import CallFamily, stream_of
 from .checks import OptionCheck, check_options, option_checks
 from .fast_path import note_launch
 from .operator import CallTensors, Operator
 from .process import runtime_of
-from .runtime import NativeRelease, PlanRuntime
+from .runtime import NativeRelease, PlanRuntime, Runtime
 from .scales import split_scale
 from .step_plan import StepPlan
 from .torch_ops import RUNTIME_SCRATCH, TORCH_SCRATCH, TorchOp
+
+if TYPE_CHECKING:
+    from ..protocols import Stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +43,7 @@ class PlainOperator(Operator):
     ``options`` is the frozen class of its options, whose fields have the names of arguments; ``backend`` is among them.
     ``scales`` are arguments that are numbers other than 0, or tensors, or left out, which is another plan. ``check``
     raises for a call that breaks a rule, ``launches`` plans a checked call.
-    ``op_options`` are the options that its torch op has beside backend and PDL, with their kinds.
+    ``op_options`` are arguments of its torch op that are neither tensors nor options, with their kinds.
     """
 
     options: type[Any]
@@ -87,6 +90,7 @@ class PlainPlan(StepPlan):
 
 
 PlanT = TypeVar("PlanT", bound=PlainPlan)
+_OP_KINDS = {"str": "str", "bool": "bool"}  # of options -> those of a torch op's arguments
 
 
 def split_scales(names: Sequence[str], arguments: dict[str, Any]) -> tuple[float | None, ...]:
@@ -109,41 +113,58 @@ def _numbers(scales: Sequence[float | None]) -> tuple[float, ...]:
     return tuple(1.0 if scale is None else scale for scale in scales)
 
 
-def plan_plain(plan_class: type[PlanT], operator: PlainOperator, arguments: dict[str, Any]) -> PlanT:
-    """The plan for a call's ``arguments`` by name; the dict is this function's own."""
-    runtime, facts = runtime_of(arguments["runtime"]), device_facts_of(arguments)
-    options = _options(operator, arguments)
-    call = PlainCall(operator.read(arguments, options), options)
-    of_torch = is_torch(arguments[operator.tensors[0].name])
-    return _plan(plan_class, operator, runtime.for_plans, call, facts, of_torch)
+def plan_plain(
+    plan_class: type[PlanT],
+    operator: PlainOperator,
+    tensors: Mapping[str, Any],
+    options: Any,
+    *,
+    runtime: Runtime | None,
+    device_facts: DeviceFacts | None,
+) -> PlanT:
+    """The plan for a call's ``tensors`` by name, scales among them, and its other ``options``."""
+    own, facts, given = runtime_of(runtime), check_device_facts(device_facts), dict(tensors)
+    options = _options(operator, options, given)
+    call = PlainCall(operator.read(given, options), options)
+    of_torch = is_torch(given[operator.tensors[0].name])
+    return _plan(plan_class, operator, own.for_plans, call, facts, of_torch)
 
 
-def run_plain(plan_class: type[PlainPlan], operator: PlainOperator, arguments: dict[str, Any]) -> None:
-    """Run by a call's ``arguments`` by name; the dict is this function's own. The plan is cached by the runtime."""
-    runtime, first = runtime_of(arguments["runtime"]), arguments[operator.tensors[0].name]
-    stream = arguments["stream"]
-    workspace = None if arguments["workspace"] is RUNTIME_SCRATCH else arguments["workspace"]
-    handle = stream_of(runtime, stream, first, operator.tensors[0].name)
+def run_plain(
+    plan_class: type[PlainPlan],
+    operator: PlainOperator,
+    tensors: Mapping[str, Any],
+    options: Any,
+    *,
+    workspace: Any,
+    stream: Stream | None,
+    runtime: Runtime | None,
+) -> None:
+    """Run a call with ``tensors`` and ``options`` as in ``plan_plain``; the runtime caches the plan."""
+    rt, given = runtime_of(runtime), dict(tensors)
+    first = given[operator.tensors[0].name]
+    workspace = None if workspace is RUNTIME_SCRATCH else workspace
+    handle = stream_of(rt, stream, first, operator.tensors[0].name)
     if workspace is not None and workspace is not TORCH_SCRATCH:
         check_workspace(workspace)
-    options = _options(operator, arguments)
-    tensors = operator.read(arguments, options)
+    options = _options(operator, options, given)
+    views = operator.read(given, options)
     numbers = tuple(getattr(options, name) for name in operator.scales)
-    given = [number is not None for number in numbers]
+    planned = [number is not None for number in numbers]
     named = [getattr(options, name) for name in options.__slots__ if name not in operator.scales]
-    form, of_torch = (operator.name, *named, *given), is_torch(first)
-    plans, own = runtime.plans, runtime.for_plans  # the runtime may keep the function below
+    form, of_torch = (operator.name, *named, *planned), is_torch(first)
+    plans, own = rt.plans, rt.for_plans  # the runtime may keep the function below
 
-    def plan(tensors: CallTensors, _: int | None) -> PlainPlan:
+    def plan(views: CallTensors, _: int | None) -> PlainPlan:
         def planned() -> PlainPlan:
-            return _plan(plan_class, operator, own, PlainCall(tensors, options), None, of_torch)
+            return _plan(plan_class, operator, own, PlainCall(views, options), None, of_torch)
 
-        found: PlainPlan = plans.get((form, tensors.specs), planned)
+        found: PlainPlan = plans.get((form, views.specs), planned)
         return found
 
-    family, its = CallFamily(own, tensors, form, plan), plan(tensors, None)
-    tensors.check_addresses()
-    launched = family.launch(its, tensors.addresses, _numbers(numbers), workspace, first, handle)
+    family, its = CallFamily(own, views, form, plan), plan(views, None)
+    views.check_addresses()
+    launched = family.launch(its, views.addresses, _numbers(numbers), workspace, first, handle)
     note_launch(launched._replace(family=family))
 
 
@@ -151,22 +172,27 @@ def plain_op(operator: PlainOperator, complete: Callable[[dict[str, Any]], Any] 
     """The operator's torch op; ``complete`` is as in ``TorchOp``."""
     kinds = {arg.name: "Tensor?" if arg.optional else "Tensor" for arg in operator.tensors}
     kinds |= dict.fromkeys(operator.scales, "Scale")
-    kinds |= {**operator.op_options, "backend": "str", "enable_pdl": "bool"}
+    kinds |= {**operator.op_options, **{name: _OP_KINDS[kind] for name, kind in _kinds(operator).items()}}
     written = tuple(arg.name for arg in operator.tensors if arg.written)
     fixed = {"workspace": TORCH_SCRATCH, "stream": None, "runtime": None}
     return TorchOp(operator.name, kinds, written, fixed, complete)
 
 
-def _options(operator: PlainOperator, arguments: dict[str, Any]) -> Any:
-    """The options of a call; in ``arguments`` only scales on the device are left.
+def _options(operator: PlainOperator, options: Any, tensors: dict[str, Any]) -> Any:
+    """The checked options of a call with the numbers of its scales; in ``tensors`` only scales on the device are left.
 
     Raises:
-        UsageError: an option is of another kind than its default.
+        UsageError: an option is of another kind than its default, or a scale is neither a number nor a tensor.
     """
-    scales = dict(zip(operator.scales, split_scales(operator.scales, arguments), strict=True))
-    checks = operator.checks
-    check_options(checks, arguments)
-    return operator.options(**scales, **{name: arguments[name] for name, _, _ in checks})
+    scales = dict(zip(operator.scales, split_scales(operator.scales, tensors), strict=True))
+    named = {name: getattr(options, name) for name, _, _ in operator.checks}
+    check_options(operator.checks, named)
+    return operator.options(**scales, **named)
+
+
+def _kinds(operator: PlainOperator) -> dict[str, str]:
+    """The options that are no scales, with their kinds."""
+    return {item.name: str(item.type) for item in fields(operator.options) if item.name not in operator.scales}
 
 
 @cache

@@ -93,7 +93,7 @@ class ContextAttentionPlan(DecodePlan):
 
         The other arguments and the errors are those of ``PagedDecodePlan.run``.
         """
-        self.run_step(locals())
+        self.run_step(locals(), workspace, stream)
 
 
 def plan_context_attention(

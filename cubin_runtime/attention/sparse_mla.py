@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from ..dtypes import DTYPES, ITEM_BYTES
 from ..errors import UsageError
@@ -41,6 +41,20 @@ SCALES = ("softmax_scale", "output_scale")
 _MOST_ROWS = 1 << 31
 _MOST_TILES = 1 << 31
 _BYTE_DTYPES = ("uint8", "float8_e4m3fn")
+
+
+class SparseMlaTensors(TypedDict):
+    """The tensors of a sparse MLA decode by name, as ``SPARSE_MLA_DECODE`` declares them; its scales may be numbers."""
+
+    q: Tensor
+    kv_cache: Tensor
+    indices: Tensor
+    topk_lens: Tensor | None
+    out: Tensor
+    lse: Tensor | None
+    sinks: Tensor | None
+    softmax_scale: Scale | None
+    output_scale: Scale | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +227,6 @@ SPARSE_MLA_DECODE = PlainOperator(
     scales=SCALES,
     check=_check,
     launches=_launches,
-    op_options={"lse_base": "str", "lse_sink": "bool", "batch_invariant": "bool"},
 )
 
 
@@ -241,19 +254,19 @@ class SparseMlaDecodePlan(PlainPlan):
         Pass exactly the optional tensors that the plan was made with; a scale that is left out is the plan's.
         """
         self.run_step(
-            {
-                "q": q,
-                "kv_cache": kv_cache,
-                "indices": indices,
-                "out": out,
-                "lse": lse,
-                "topk_lens": topk_lens,
-                "sinks": sinks,
-                "softmax_scale": softmax_scale,
-                "output_scale": output_scale,
-                "workspace": workspace,
-                "stream": stream,
-            }
+            SparseMlaTensors(
+                q=q,
+                kv_cache=kv_cache,
+                indices=indices,
+                topk_lens=topk_lens,
+                out=out,
+                lse=lse,
+                sinks=sinks,
+                softmax_scale=softmax_scale,
+                output_scale=output_scale,
+            ),
+            workspace,
+            stream,
         )
 
 
@@ -281,25 +294,23 @@ def plan_sparse_mla_decode(
     Planning launches and loads nothing and reads no tensor. ``device_facts`` plans for a described device instead of
     the one that ``q`` is on.
     """
-    arguments = {
-        "q": q,
-        "kv_cache": kv_cache,
-        "indices": indices,
-        "out": out,
-        "lse": lse,
-        "softmax_scale": softmax_scale,
-        "output_scale": output_scale,
-        "topk_lens": topk_lens,
-        "sinks": sinks,
-        "lse_base": lse_base,
-        "lse_sink": lse_sink,
-        "batch_invariant": batch_invariant,
-        "backend": backend,
-        "enable_pdl": enable_pdl,
-        "runtime": runtime,
-        "device_facts": device_facts,
-    }
-    return plan_plain(SparseMlaDecodePlan, SPARSE_MLA_DECODE, arguments)
+    tensors = SparseMlaTensors(
+        q=q,
+        kv_cache=kv_cache,
+        indices=indices,
+        topk_lens=topk_lens,
+        out=out,
+        lse=lse,
+        sinks=sinks,
+        softmax_scale=softmax_scale,
+        output_scale=output_scale,
+    )
+    options = SparseMlaOptions(
+        lse_base=lse_base, lse_sink=lse_sink, batch_invariant=batch_invariant, backend=backend, enable_pdl=enable_pdl
+    )
+    return plan_plain(
+        SparseMlaDecodePlan, SPARSE_MLA_DECODE, tensors, options, runtime=runtime, device_facts=device_facts
+    )
 
 
 def _complete(given: dict[str, Any]) -> Any:
@@ -375,24 +386,21 @@ def sparse_mla_decode(
         if len(view.shape) != 3:
             raise UsageError(f"q: shape {view.shape}, expected [tokens, heads, columns]")
         out = runtime_of(runtime).memory.empty(q, (*view.shape[:-1], LATENT), None)
-    arguments = {
-        "q": q,
-        "kv_cache": kv_cache,
-        "indices": indices,
-        "out": out,
-        "lse": lse,
-        "softmax_scale": softmax_scale,
-        "output_scale": output_scale,
-        "topk_lens": topk_lens,
-        "sinks": sinks,
-        "lse_base": lse_base,
-        "lse_sink": lse_sink,
-        "batch_invariant": batch_invariant,
-        "backend": backend,
-        "enable_pdl": enable_pdl,
-        "runtime": runtime,
-        "workspace": workspace,
-        "stream": stream,
-    }
-    run_plain(SparseMlaDecodePlan, SPARSE_MLA_DECODE, arguments)
+    tensors = SparseMlaTensors(
+        q=q,
+        kv_cache=kv_cache,
+        indices=indices,
+        topk_lens=topk_lens,
+        out=out,
+        lse=lse,
+        sinks=sinks,
+        softmax_scale=softmax_scale,
+        output_scale=output_scale,
+    )
+    options = SparseMlaOptions(
+        lse_base=lse_base, lse_sink=lse_sink, batch_invariant=batch_invariant, backend=backend, enable_pdl=enable_pdl
+    )
+    run_plain(
+        SparseMlaDecodePlan, SPARSE_MLA_DECODE, tensors, options, workspace=workspace, stream=stream, runtime=runtime
+    )
     return out

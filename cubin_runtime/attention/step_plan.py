@@ -32,11 +32,14 @@ class StepPlan(OperatorPlan):
         """
         raise NotImplementedError
 
-    def run_step(self, arguments: dict[str, Any]) -> None:
-        """A run by the arguments of ``run``, by name; the dict is this function's own."""
+    def run_step(
+        self, given: Mapping[str, Any], workspace: AnyWorkspace | None = None, stream: Stream | None = None
+    ) -> None:
+        """A run by the tensors and numbers of ``run``, by name, and its workspace and stream."""
+        arguments = dict(given)
         numbers = self.numbers_of(arguments)
         addresses = self.addresses(arguments)
-        launched = self.launch(addresses, numbers, arguments["workspace"], self.stream_of(arguments["stream"]))
+        launched = self.launch(addresses, numbers, workspace, self.stream_of(stream))
         note_launch(launched if self.of_torch else launched._replace(memory=None))
 
     def bind(
@@ -121,8 +124,7 @@ class _FullStep:
             raise UsageError("step: the bound step is closed")
         names = (*(arg.name for arg in plan.operator.tensors), *plan.operator.number_arguments)
         given = zip((arg.name for arg in self.free), tensors, strict=True)
-        own = {"workspace": self.workspace, "stream": self.stream}
-        plan.run_step({**dict.fromkeys(names), **self._bound, **dict(given), **own})
+        plan.run_step({**dict.fromkeys(names), **self._bound, **dict(given)}, self.workspace, self.stream)
 
     def close(self) -> None:
         """Let go of all that is bound."""

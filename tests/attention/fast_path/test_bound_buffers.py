@@ -71,7 +71,7 @@ def test_a_step_that_got_other_memory_has_a_function_for_it(
     layer.step(**moving)
     driver.end_capture(stream)
     layer.step(**moving)
-    monkeypatch.setattr(plan, "run_step", lambda _: pytest.fail("the full path"))
+    monkeypatch.setattr(plan, "run_step", lambda *_: pytest.fail("the full path"))
     layer.step(**moving)
 
 
