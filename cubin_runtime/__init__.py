@@ -1,6 +1,6 @@
 """Fetch, verify and launch prebuilt attention kernels; nothing here needs a GPU, torch or libcuda at import.
 
-Operators, plans and the runtime are imported when their names are first used.
+Everything but errors and ``Config`` is imported when its name is first used.
 """
 
 from __future__ import annotations
@@ -8,10 +8,32 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ._version import __version__
-from .config import Config
-from .errors import CubinRuntimeError
+from .config import Config, Network
+from .errors import (
+    AbiError,
+    CorruptError,
+    CubinRuntimeError,
+    DeviceError,
+    DriverError,
+    ExtraError,
+    FrozenError,
+    MissingError,
+    PinError,
+    SourceError,
+    StoreError,
+    UsageError,
+    WorkspaceError,
+)
 
 if TYPE_CHECKING:
+    from .artifacts.api import fetch, load, open_library, verify
+    from .artifacts.cubins.cubin import Cubin, CubinFormatError, KernelFacts
+    from .artifacts.fetch.loader import Artifact
+    from .artifacts.fetch.report import FetchReport
+    from .artifacts.library import Library
+    from .artifacts.path import PathError
+    from .artifacts.pins.signed_statement import SignatureError
+    from .artifacts.verification import VerifyReport
     from .attention.append import AppendKvPlan, append_kv, plan_append_kv
     from .attention.backends import BackendError
     from .attention.draft_masks import DraftMaskPlan, draft_mask, plan_draft_mask
@@ -23,33 +45,93 @@ if TYPE_CHECKING:
     from .attention.process import default_runtime, set_default_runtime
     from .attention.runtime import Runtime, RuntimeStats
     from .attention.sparse_mla import SparseMlaDecodePlan, plan_sparse_mla_decode, sparse_mla_decode
+    from .kernels.trtllm_gen.errors import PlanRefused, WorkspaceRefused
+    from .launch.driver import DeviceFacts
+    from .launch.driver_errors import DriverCallError, DriverLibraryError
+    from .launch.semaphore_workspace import SemaphoreWorkspace
+    from .launch.tensormap_rules import TensorMapError
+    from .launch.workspace import Workspace
     from .protocols import Stream
     from .tensor import Tensor, TensorView, view_of
 
+# Modules, each loaded when one of its names is first asked for -> their names.
+_MODULES = {
+    ".artifacts.api": ("fetch", "load", "open_library", "verify"),
+    ".artifacts.cubins.cubin": ("Cubin", "CubinFormatError", "KernelFacts"),
+    ".artifacts.fetch.loader": ("Artifact",),
+    ".artifacts.fetch.report": ("FetchReport",),
+    ".artifacts.library": ("Library",),
+    ".artifacts.path": ("PathError",),
+    ".artifacts.pins.signed_statement": ("SignatureError",),
+    ".artifacts.verification": ("VerifyReport",),
+    ".kernels.trtllm_gen.errors": ("PlanRefused", "WorkspaceRefused"),
+    ".launch.driver": ("DeviceFacts",),
+    ".launch.driver_errors": ("DriverCallError", "DriverLibraryError"),
+    ".launch.semaphore_workspace": ("SemaphoreWorkspace",),
+    ".launch.tensormap_rules": ("TensorMapError",),
+    ".launch.workspace": ("Workspace",),
+    ".protocols": ("Stream",),
+    ".tensor": ("Tensor", "TensorView", "view_of"),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
 __all__ = [
+    "AbiError",
     "AppendKvPlan",
+    "Artifact",
     "BackendError",
     "ClampedInputError",
     "Config",
     "ContextAttentionPlan",
+    "CorruptError",
+    "Cubin",
+    "CubinFormatError",
     "CubinRuntimeError",
+    "DeviceError",
+    "DeviceFacts",
     "DraftMaskPlan",
+    "DriverCallError",
+    "DriverError",
+    "DriverLibraryError",
+    "ExtraError",
+    "FetchReport",
+    "FrozenError",
+    "KernelFacts",
+    "Library",
     "MergeStatesPlan",
+    "MissingError",
     "MlaDecodePlan",
+    "Network",
     "PagedDecodePlan",
+    "PathError",
+    "PinError",
+    "PlanRefused",
     "Runtime",
     "RuntimeStats",
+    "SemaphoreWorkspace",
+    "SignatureError",
+    "SourceError",
     "SparseMlaDecodePlan",
+    "StoreError",
     "Stream",
     "Tensor",
+    "TensorMapError",
     "TensorView",
+    "UsageError",
+    "VerifyReport",
+    "Workspace",
+    "WorkspaceError",
+    "WorkspaceRefused",
     "__version__",
     "append_kv",
     "context_attention",
     "default_runtime",
     "draft_mask",
+    "fetch",
+    "load",
     "merge_states",
     "mla_decode",
+    "open_library",
     "paged_decode",
     "plan_append_kv",
     "plan_context_attention",
@@ -60,10 +142,9 @@ __all__ = [
     "plan_sparse_mla_decode",
     "set_default_runtime",
     "sparse_mla_decode",
+    "verify",
     "view_of",
 ]
-
-_MODULES = {"Stream": ".protocols", "Tensor": ".tensor", "TensorView": ".tensor", "view_of": ".tensor"}
 
 
 def __getattr__(name: str) -> Any:
@@ -71,7 +152,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    value = globals()[name] = getattr(import_module(_MODULES.get(name, ".attention"), __name__), name)
+    value = globals()[name] = getattr(import_module(_MODULE_OF.get(name, ".attention"), __name__), name)
     return value
 
 

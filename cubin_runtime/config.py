@@ -68,7 +68,9 @@ class Config:
     must be signed by one of the keys; ``pin_state`` is the file that records the newest version of each signed file
     (None: versions are not recorded). ``offline`` forbids all network access. ``lazy_fetch`` allows a missing kernel to
     be fetched on first use. ``network`` has the network settings. ``profile`` measures launches and marks them for NVTX
-    (``Runtime.stats``). ``record`` is a folder in which every call is recorded (``debug.recorded``).
+    (``Runtime.stats``). ``record`` is a folder in which every call is recorded (``debug.recorded``). ``audit`` is a
+    file to which one JSON object per line is appended for every file that is fetched or loaded, with its source, and
+    for every verification (None: no such file).
     """
 
     store: Path
@@ -81,11 +83,12 @@ class Config:
     network: Network = Network()
     profile: bool = False
     record: Path | None = None
+    audit: Path | None = None
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Config:
-        """Read ``CUBIN_RUNTIME_CACHE``, ``_SOURCES``, ``_PINS``, ``_PIN_KEYS``, ``_OFFLINE``, ``_PROFILE``, ``_RECORD``
-        and the variables of ``Network``.
+        """Read ``CUBIN_RUNTIME_CACHE``, ``_SOURCES``, ``_PINS``, ``_PIN_KEYS``, ``_OFFLINE``, ``_PROFILE``,
+        ``_RECORD``, ``_AUDIT`` and the variables of ``Network``.
 
         Pin files and keys are separated by ``os.pathsep``, sources by white space or commas.
 
@@ -115,6 +118,9 @@ class Config:
             profile=_flag(env, "CUBIN_RUNTIME_PROFILE"),
             record=local_path(env["CUBIN_RUNTIME_RECORD"], "CUBIN_RUNTIME_RECORD")
             if env.get("CUBIN_RUNTIME_RECORD")
+            else None,
+            audit=local_path(env["CUBIN_RUNTIME_AUDIT"], "CUBIN_RUNTIME_AUDIT")
+            if env.get("CUBIN_RUNTIME_AUDIT")
             else None,
         )
 

@@ -30,6 +30,7 @@ ARTIFACT_ORDER = (
     "path",
     "bounded_read",
     "atomic_write",
+    "audit_log",
     "zip_reader",
     "manifest",
     "cubins",
@@ -41,8 +42,9 @@ ARTIFACT_ORDER = (
     "verification",
     "library",
     "releases",
+    "api",
 )
-ARTIFACTS_INSIDE = {"atomic_write", "bounded_read", "zip_reader", "store", "sources", "fetch"}
+ARTIFACTS_INSIDE = {"audit_log", "atomic_write", "bounded_read", "zip_reader", "store", "sources", "fetch"}
 HEAVY = (
     "cryptography",
     "cuda",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -12,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..config import Config
-from ..errors import CorruptError, MissingError, PinError, StoreError, UsageError
+from ..errors import CorruptError, CubinRuntimeError, MissingError, PinError, StoreError, UsageError
 from ..values import dataclass
+from .audit_log import AuditLog
 from .fetch.loader import Artifact, ArtifactLoader, listed_digest
 from .fetch.pinned_manifests import PinnedManifests, manifest_wanted
 from .manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["Library", "Place", "may_hold_secrets", "parse_source"]
 
 DEFAULT_JOBS = 8
+_log = logging.getLogger("cubin_runtime")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,7 @@ class Library:
         refuse_trust_in_store(config)
         self.pins = PinSet.from_files(builtin_pins, *config.pin_files, keys=config.pin_keys, state=config.pin_state)
         self.store = Store(config.store)
+        self.audit = AuditLog(config.audit)
         policy = policy or FetchPolicy.of(config.network)
         self._sources = SourceList(config, limits or HttpLimits.of(config.network), policy)
         self._loader = ArtifactLoader(self.store, self._sources, policy)
@@ -113,6 +117,11 @@ class Library:
             raise PinError(f"{path.text!r} is not in the manifest of {pin.name!r}")
         return found
 
+    def has_folder(self, pin: Pin, path: str, *, network: bool = True) -> bool:
+        """Whether a path is a folder of the release; raises what ``manifest`` does."""
+        folder = f"{path}/"
+        return any(one.text.startswith(folder) for one in self.manifest(pin, network=network).digests)
+
     # -- bytes
 
     def load(self, path: ArtifactPath | str, *, fetch: bool) -> Artifact:
@@ -130,6 +139,16 @@ class Library:
         """
         path = ArtifactPath(path) if isinstance(path, str) else path
         pin = self.pins.covering(path)
+        try:
+            artifact = self._load(pin, path, fetch)
+        except CubinRuntimeError as error:
+            self.audit.write("load", path=path.text, error=str(error))
+            raise
+        facts = {"sha256": artifact.sha256, "bytes": len(artifact.data), "source": artifact.origin}
+        self.audit.write("load", path=path.text, **facts)
+        return artifact
+
+    def _load(self, pin: Pin, path: ArtifactPath, fetch: bool) -> Artifact:
         wanted = self._wanted(pin, self.manifest(pin, network=fetch), path)
         found, reasons = self._loader.at_hand(pin, wanted)
         if found is not None:
@@ -213,6 +232,7 @@ class Library:
             names = Counter(listed_digest(one) for one in missing)
 
             def note(outcome: Outcome) -> None:
+                self._record(pin, outcome)
                 if on_bytes is not None and outcome.source is not None:
                     on_bytes(outcome.size)
                 if progress is not None:
@@ -236,14 +256,33 @@ class Library:
         """Hash what the store has of a release (None: all of it), or what a published ``tree`` has.
 
         ``tree`` is a directory, a ``.zip`` or ``.whl``, or ``package``; its own manifest must be the pinned
-        one. Extra files are looked for in trees alone, and only when ``paths`` is None; in a ``.zip`` that is
-        whatever no pinned release lists.
+        one. Extra files are looked for in trees alone, and only when ``paths`` is None; in a directory or a ``.zip``
+        that is whatever no pinned release lists, beside the release too.
 
         Raises:
             PinError: the tree's manifest is not the pinned one, or a manifest does not list a path.
             MissingError: the tree has no manifest.
         """
+        report = self._verify(pin, paths, complete=complete, progress=progress, tree=tree, jobs=jobs)
+        counts = {"ok": report.ok, "bytes": report.bytes, "missing": len(report.missing)}
+        corrupt = [problem.path.text for problem in report.corrupt]
+        self.audit.write(
+            "verify", release=pin.name, where=report.where, **counts, corrupt=corrupt, extra=list(report.extra)
+        )
+        return report
+
+    def _verify(
+        self,
+        pin: Pin,
+        paths: Iterable[ArtifactPath] | None,
+        *,
+        complete: bool,
+        progress: Callable[[int], None] | None,
+        tree: str | None,
+        jobs: int | None,
+    ) -> VerifyReport:
         from .sources.archive import ArchiveSource
+        from .sources.directory import DirectorySource
         from .verification import verify_store, verify_tree
 
         if tree is None:
@@ -262,8 +301,10 @@ class Library:
         report = verify_tree(source, source, pin, manifest, chosen, complete=complete, progress=progress, jobs=jobs)
         if paths is not None:
             return replace(report, extra=())
-        if isinstance(source, ArchiveSource) and source.file.suffix.lower() == ".zip":
-            # a wheel holds a package besides the release; a zip of releases holds nothing else
+        if isinstance(source, DirectorySource) or (
+            isinstance(source, ArchiveSource) and source.file.suffix.lower() == ".zip"
+        ):
+            # a wheel holds a package besides the release; a zip or a mirror of releases holds nothing else
             outside = source.outside(one.path for one in self.pins)
             return replace(report, extra=(*report.extra, *sorted(outside)))
         return report
@@ -284,6 +325,16 @@ class Library:
             raise PinError(str(error)) from None
 
     # -- inside
+
+    def _record(self, pin: Pin, outcome: Outcome) -> None:
+        """One file of a fetch, in the log and in the audit log, with the source that it came from."""
+        path, digest = outcome.wanted.path.text, listed_digest(outcome.wanted)
+        if outcome.error is not None:
+            self.audit.write("fetch", release=pin.name, path=path, sha256=digest, error=str(outcome.error))
+        elif outcome.source is not None:
+            _log.info("fetched %s: %d bytes from %s", path, outcome.size, outcome.source)
+            facts = {"sha256": digest, "bytes": outcome.size, "source": outcome.source, "store": str(self.store.root)}
+            self.audit.write("fetch", release=pin.name, path=path, **facts)
 
     def _wanted(self, pin: Pin, manifest: Manifest, path: ArtifactPath) -> Wanted:
         digest = manifest.digests.get(path)

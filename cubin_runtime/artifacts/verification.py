@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from ..errors import CorruptError, ExtraError, MissingError, SourceError, StoreError
+from ..errors import CorruptError, CubinRuntimeError, ExtraError, MissingError, SourceError, StoreError
 from ..values import dataclass
 from .bounded_read import digest_of
 from .manifest import MANIFEST_NAME, Manifest
@@ -33,8 +33,8 @@ class VerifyReport:
     """What a verification found; paths are in manifest order.
 
     ``ok`` files with ``bytes`` bytes were hashed and are right. ``missing`` are not there, an error only if
-    ``complete`` was asked for. ``corrupt`` are there and wrong. ``extra`` are names in a tree that the
-    manifest does not list, relative to the release's folder.
+    ``complete`` was asked for. ``corrupt`` are there and wrong. ``extra`` are names in a tree that no
+    manifest lists: relative to the release's folder if they are in it, otherwise relative to the tree.
     """
 
     pin: str
@@ -49,12 +49,31 @@ class VerifyReport:
     @property
     def codes(self) -> tuple[int, ...]:
         """Exit codes of all that is wrong (the caller picks the worst); empty if nothing is."""
-        found = [CorruptError.exit_code] if self.corrupt else []
+        return tuple(problem.exit_code for problem in self.problems)
+
+    @property
+    def problems(self) -> tuple[CubinRuntimeError, ...]:
+        """An error for each kind of problem, gravest first; each names the first files."""
+        found: list[CubinRuntimeError] = []
+        if self.corrupt:
+            first = _listed([f"{problem.path}: {problem.reason}" for problem in self.corrupt])
+            found.append(CorruptError(f"{self.pin} in {self.where}: {len(self.corrupt)} corrupt: {first}"))
         if self.missing and self.complete:
-            found.append(MissingError.exit_code)
+            first = _listed([path.text for path in self.missing])
+            found.append(MissingError(f"{self.pin} in {self.where}: {len(self.missing)} missing: {first}"))
         if self.extra:
-            found.append(ExtraError.exit_code)
+            first = _listed(self.extra)
+            found.append(ExtraError(f"{self.pin} in {self.where}: {len(self.extra)} that no manifest lists: {first}"))
         return tuple(found)
+
+    def raise_problems(self) -> None:
+        """Raise the gravest of ``problems``; return if there is none."""
+        for problem in self.problems:
+            raise problem
+
+
+def _listed(items: Sequence[str], most: int = 3) -> str:
+    return "; ".join(items[:most]) + (f"; and {len(items) - most} more" if len(items) > most else "")
 
 
 @dataclass(frozen=True, slots=True)

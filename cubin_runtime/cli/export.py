@@ -13,7 +13,7 @@ import typer
 from ..config import local_path
 from ..errors import UsageError
 from . import options, output
-from .targets import Targets, chosen_at_hand
+from .targets import Targets
 
 if TYPE_CHECKING:
     from ..artifacts.library import Library
@@ -58,6 +58,7 @@ def export(
     """
     from ..artifacts.library import Library
     from ..artifacts.releases.export import export_zip
+    from ..artifacts.releases.targets import chosen_at_hand
     from ..artifacts.tables.kernel_filter import KernelFilter
 
     target = local_path(out, "--out")
@@ -98,6 +99,7 @@ def mirror(
 ) -> None:
     """Write releases as a static tree for a web server. Downloads nothing; a rerun continues."""
     from ..artifacts.library import Library
+    from ..artifacts.releases.targets import chosen_at_hand
     from ..artifacts.tables.kernel_filter import KernelFilter
 
     target = local_path(out, "--out")

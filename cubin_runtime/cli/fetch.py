@@ -10,8 +10,7 @@ from ..errors import CubinRuntimeError, MissingError, SourceError, StoreError
 from . import options, output
 from .fetch_bar import fetch_bar
 from .output import size as _size
-from .targets import Targets, expanded, resolved
-from .targets import chosen as _chosen
+from .targets import Targets
 
 if TYPE_CHECKING:
     from ..artifacts.library import FetchReport, Library
@@ -43,6 +42,7 @@ def fetch(
 ) -> None:
     """Fetch files, verify them, and put them into the store."""
     from ..artifacts.library import Library
+    from ..artifacts.releases.targets import chosen, expanded
     from ..artifacts.tables.kernel_filter import KernelFilter
 
     wanted = KernelFilter.from_words(sm, family, dtype, head_dim, match)
@@ -61,7 +61,7 @@ def fetch(
             pin = library.pins.get(target)
             if absent is not None and not _is_complete(library, pin):
                 raise SourceError(f"--source {absent!r}: there is no such folder or archive")
-            paths = _chosen(library, pin, target, left)
+            paths = chosen(library, pin, target, left)
             with fetch_bar(pin.name, len(paths)) as bar:
                 reports.append(
                     library.fetch(pin, paths, jobs=jobs, dry_run=dry_run, progress=bar.advance, on_bytes=bar.moved)
@@ -101,6 +101,7 @@ def where(
     """Show where files are. Reads and downloads nothing."""
     from ..artifacts.library import Library
     from ..artifacts.path import ArtifactPath
+    from ..artifacts.releases.targets import resolved
 
     library = Library(options.make_config(store, source, pins, True))
     target = resolved(library, target)

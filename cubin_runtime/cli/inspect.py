@@ -11,7 +11,6 @@ import typer
 from ..config import local_path
 from ..errors import CorruptError, CubinRuntimeError, MissingError, PinError, SourceError, UsageError
 from . import options, output
-from .targets import resolved
 
 if TYPE_CHECKING:
     from ..artifacts.cubins.cubin import Cubin
@@ -83,6 +82,7 @@ def inspect(
 
 def _resolved(library: Library, target: str) -> str:
     from ..artifacts.path import ArtifactPath
+    from ..artifacts.releases.targets import resolved
 
     ArtifactPath(target.rstrip("/"))  # a path that climbs is told as such
     try:

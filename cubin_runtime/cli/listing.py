@@ -9,7 +9,6 @@ import typer
 from ..errors import UsageError
 from . import options, output
 from .inspect import row_json
-from .targets import resolved
 
 if TYPE_CHECKING:
     from ..artifacts.library import Library
@@ -41,6 +40,7 @@ def list_(
     """List the pinned releases, or the kernels of one."""
     from ..artifacts.library import Library
     from ..artifacts.releases.catalog import open_catalog
+    from ..artifacts.releases.targets import resolved
     from ..artifacts.tables.kernel_filter import KernelFilter
 
     wanted = KernelFilter.from_words(sm, family, dtype, head_dim, match)

@@ -8,7 +8,7 @@ import typer
 
 from ..errors import UsageError
 from . import options, output
-from .targets import Targets, chosen, expanded
+from .targets import Targets
 
 if TYPE_CHECKING:
     from ..artifacts.verification import VerifyReport
@@ -50,6 +50,7 @@ def verify(
     """Hash the files in the store or in a published tree, and compare them with the pinned manifest."""
     from ..artifacts.library import Library
     from ..artifacts.releases.repair import repair as repair_store
+    from ..artifacts.releases.targets import chosen, expanded
     from ..artifacts.tables.kernel_filter import KernelFilter
 
     if tree and repair:

@@ -116,7 +116,7 @@ def test_without_filters_the_choice_is_all(release: Release) -> None:
 
 
 def test_a_filter_that_keeps_nothing_is_an_error(release: Release) -> None:
-    with pytest.raises(UsageError, match="no kernel runs on --sm 90, expected a device for one of sm_100f"):
+    with pytest.raises(UsageError, match="no kernel runs on sm 90, expected a device for one of sm_100f"):
         chosen_paths(release.library, release.pin, KernelFilter(sm=90), fetch=False)
 
 

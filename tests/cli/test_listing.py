@@ -52,11 +52,11 @@ def test_list_filters(answer, arguments: list[str], count: int) -> None:
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["--sm", "100"], "no kernel runs on --sm 100, expected a device for one of sm_90a"),
-        (["--head-dim", "64"], "no kernel has --head-dim 64, expected one of 128"),
-        (["--dtype", "bf17"], "no kernel has --dtype bf17, expected one of bf16"),
-        (["--family", "x"], "no kernel has --family x, expected one of "),
-        (["--match", "nothing*"], "no file matches --match nothing*"),
+        (["--sm", "100"], "no kernel runs on sm 100, expected a device for one of sm_90a"),
+        (["--head-dim", "64"], "no kernel has head_dim 64, expected one of 128"),
+        (["--dtype", "bf17"], "no kernel has dtype bf17, expected one of bf16"),
+        (["--family", "x"], "no kernel has family x, expected one of "),
+        (["--match", "nothing*"], "no file matches nothing*"),
         (["--sm", "90", "--match", "*80*"], "no kernel matches all filters together"),
     ],
 )

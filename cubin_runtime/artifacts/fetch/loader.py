@@ -6,6 +6,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import field
 from typing import TYPE_CHECKING
 
 from ...errors import CorruptError, CubinRuntimeError, MissingError, SourceError, StoreError
@@ -20,6 +21,7 @@ from ..store.store import Store
 from ..store.store_errors import is_denied
 
 if TYPE_CHECKING:
+    from ..cubins.cubin import Cubin
     from .worker_pool import Outcome, WorkerPool
 
 _log = logging.getLogger("cubin_runtime")
@@ -27,13 +29,27 @@ _log = logging.getLogger("cubin_runtime")
 
 @dataclass(frozen=True, slots=True)
 class Artifact:
-    """Bytes in private memory; ``origin``: where they came from, ``verified``: a pin covers them."""
+    """The verified bytes of one file.
+
+    ``path`` is its artifact path, ``sha256`` the digest that the pinned manifest lists and that ``data`` was found to
+    have, ``data`` the bytes, in memory of their own, and ``origin`` the store or the source that they came from.
+    """
 
     path: ArtifactPath
     sha256: str
-    data: bytes
+    data: bytes = field(repr=False)
     origin: str
-    verified: bool
+
+    @property
+    def cubin(self) -> Cubin:
+        """The facts that a cubin's ELF states: its architecture, and each kernel's parameters, threads and memory.
+
+        Raises:
+            CubinFormatError: the bytes are not those of a cubin.
+        """
+        from ..cubins.cubin import parse_cubin
+
+        return parse_cubin(self.data)
 
 
 class ArtifactLoader:
@@ -62,7 +78,7 @@ class ArtifactLoader:
         outer = sys.exc_info()[1]
         try:
             data = self._store.read(digest, wanted.limit)
-            return Artifact(wanted.path, digest, data, str(self._store.root), True), reasons
+            return Artifact(wanted.path, digest, data, str(self._store.root)), reasons
         except MissingError as error:
             reasons.append(_apart(error, outer))
         except CorruptError as error:
@@ -80,7 +96,7 @@ class ArtifactLoader:
                 reasons.append(_apart(error, outer))
                 continue
             if (found := digest_of(data)) == digest:
-                return Artifact(wanted.path, digest, data, source.label, True), reasons
+                return Artifact(wanted.path, digest, data, source.label), reasons
             reasons.append(CorruptError(f"{source.label}: sha256 of {wanted.path} is {found}, expected {digest}"))
         return None, reasons
 
@@ -99,8 +115,9 @@ class ArtifactLoader:
             raise outcome.error
         data = self._store.read(listed_digest(wanted), wanted.limit)
         origin = outcome.source or str(self._store.root)
-        _log.info("fetched %s: %d bytes in %.3f s", wanted.path, len(data), time.monotonic() - began)
-        return Artifact(wanted.path, listed_digest(wanted), data, origin, True)
+        seconds = time.monotonic() - began
+        _log.info("fetched %s: %d bytes in %.3f s from %s", wanted.path, len(data), seconds, origin)
+        return Artifact(wanted.path, listed_digest(wanted), data, origin)
 
     def into_store(
         self,

@@ -60,7 +60,7 @@ class Catalog:
         if wanted.is_empty:
             return tuple(self)
         if wanted.needs_metadata and not self.has_metadata and (wanted.needs_rows or not self._names_targets()):
-            raise UsageError(f"{self.manifest.folder}: has no kernel metadata, only --match can filter it")
+            raise UsageError(f"{self.manifest.folder}: has no kernel metadata, only globs (match) can filter it")
         return tuple(entry for entry in self if self._keeps(wanted, entry))
 
     def _names_targets(self) -> bool:

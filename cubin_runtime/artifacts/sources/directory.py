@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from ...errors import SourceError
 from ..bounded_read import NotRegularError, TooLargeError, read_regular
+from ..manifest import MANIFEST_NAME
 from ..path import ArtifactPath
 from .source import NotHereError, TooMuchError, Wanted
 
@@ -40,13 +42,16 @@ class DirectorySource:
         Raises:
             SourceError: a folder cannot be read, so that nobody knows what is in it.
         """
-        base = str(self.root / folder.text)
-        found: set[str] = set()
-        for directory, folders, files in os.walk(base, onerror=_fail_unless_absent):
-            prefix = os.path.relpath(directory, base)
-            links = [name for name in folders if os.path.islink(os.path.join(directory, name))]
-            found.update(name if prefix == "." else f"{prefix}/{name}" for name in (*files, *links))
-        return found
+        return _names_below(str(self.root / folder.text))
+
+    def outside(self, folders: Iterable[ArtifactPath]) -> set[str]:
+        """Names of all files that lie in none of the folders; one whose manifest is not here counts as absent.
+
+        Raises:
+            SourceError: a folder cannot be read.
+        """
+        present = {folder.text for folder in folders if os.path.isfile(self.root / folder.text / MANIFEST_NAME)}
+        return _names_below(str(self.root), present)
 
     def where(self, path: ArtifactPath, folder: ArtifactPath) -> str | None:
         """See ``Listing.where``."""
@@ -58,6 +63,17 @@ class DirectorySource:
 
     def close(self) -> None:
         """Nothing is held open."""
+
+
+def _names_below(base: str, without: Collection[str] = ()) -> set[str]:
+    """Names of files and links below a folder; the folders ``without`` are left out."""
+    found: set[str] = set()
+    for directory, folders, files in os.walk(base, onerror=_fail_unless_absent):
+        prefix = "" if directory == base else f"{os.path.relpath(directory, base)}/"
+        links = [name for name in folders if os.path.islink(os.path.join(directory, name))]
+        found.update(f"{prefix}{name}" for name in (*files, *links))
+        folders[:] = [name for name in folders if f"{prefix}{name}" not in without]
+    return found
 
 
 def _fail_unless_absent(error: OSError) -> None:

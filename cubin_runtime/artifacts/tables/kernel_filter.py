@@ -60,7 +60,7 @@ class KernelFilter:
             UsageError: ``sm`` names no device, or a head size is below 1.
         """
         if any(size < 1 for size in head_dims or ()):
-            raise UsageError(f"--head-dim {head_dims}: expected sizes of at least 1")
+            raise UsageError(f"head_dim {head_dims}: expected sizes of at least 1")
         return cls(
             sm=None if sm is None else _device_number(sm),
             families=tuple(word.lower() for word in families or ()),
@@ -152,18 +152,18 @@ def why_nothing_passes(wanted: KernelFilter, rows: Sequence[KernelRow]) -> str:
     )
     targets = sorted({str(row.architecture) for row in rows})
     if wanted.sm is not None and not any(row.architecture.runs_on(wanted.sm) for row in rows):
-        return f"no kernel runs on --sm {wanted.sm}, expected a device for one of {', '.join(targets)}"
+        return f"no kernel runs on sm {wanted.sm}, expected a device for one of {', '.join(targets)}"
     asked: tuple[tuple[str, Sequence[object], Sequence[object]], ...] = (
         ("family", wanted.families, families),
         ("dtype", wanted.dtypes, dtypes),
-        ("head-dim", wanted.head_dims, head_dims),
+        ("head_dim", wanted.head_dims, head_dims),
     )
     for name, given, there in asked:
         if given and set(given).isdisjoint(there):
             values = ", ".join(map(str, given))
-            return f"no kernel has --{name} {values}, expected one of {', '.join(map(str, there)) or 'none'}"
+            return f"no kernel has {name} {values}, expected one of {', '.join(map(str, there)) or 'none'}"
     if wanted == KernelFilter(globs=wanted.globs):
-        return f"no file matches --match {' '.join(wanted.globs)}"
+        return f"no file matches {' '.join(wanted.globs)}"
     return "no kernel matches all filters together, though each alone matches some"
 
 
@@ -175,5 +175,5 @@ def dtype_name(word: str) -> str:
 def _device_number(word: str) -> int:
     found = _SM.fullmatch(word)
     if found is None:
-        raise UsageError(f"--sm {word!r}: expected a device such as 100 or sm_90")
+        raise UsageError(f"sm {word!r}: expected a device such as 100 or sm_90")
     return int(found[1])

@@ -1,0 +1,50 @@
+"""The audit log: one JSON object per line for what was fetched, loaded, verified or removed, and from where."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from datetime import datetime, timezone
+from pathlib import Path
+
+from ..errors import StoreError
+
+
+class AuditLog:
+    """Appends lines to a file; several processes may share one, as each write is a single ``O_APPEND`` write.
+
+    A line has ``time`` (UTC, ISO 8601), ``pid``, ``user`` (its number) and ``event``, and what the event states.
+    """
+
+    def __init__(self, file: Path | None) -> None:
+        self._file = file
+
+    def write(self, event: str, **facts: object) -> None:
+        """Append one line.
+
+        Raises:
+            StoreError: the file cannot be written; what an operator asked to record is not done unrecorded.
+        """
+        self.write_all(event, [facts])
+
+    def write_all(self, event: str, lines: Iterable[dict[str, object]]) -> None:
+        """Append several lines of one kind of event; see ``write``."""
+        if self._file is None:
+            return
+        now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+        common = {"time": now, "pid": os.getpid(), "user": os.getuid(), "event": event}
+        text = "".join(json.dumps({**common, **facts}) + "\n" for facts in lines)
+        try:
+            handle = os.open(self._file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o640)
+            try:
+                _write(handle, text.encode())
+            finally:
+                os.close(handle)
+        except OSError as error:
+            raise StoreError(f"{self._file}: the audit log cannot be written: {error.strerror}") from None
+
+
+def _write(handle: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(handle, data) :]

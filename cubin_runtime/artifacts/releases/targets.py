@@ -1,0 +1,93 @@
+"""Targets: a pin's name, a release's folder, a folder in it or a file, narrowed by a filter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from ...errors import CubinRuntimeError, PinError, UsageError
+from .catalog import chosen_paths, manifest_at_hand
+from .groups import narrowed
+
+if TYPE_CHECKING:
+    from ..library import Library
+    from ..path import ArtifactPath
+    from ..pins.pin import Pin
+    from ..tables.kernel_filter import KernelFilter
+
+
+def resolved(library: Library, target: str) -> str:
+    """The target itself, or the one path that is meant by a file's or kernel's name, as ``list`` and ``explain`` print.
+
+    Looked for in the releases whose manifest is available locally.
+
+    Raises:
+        PinError: it is neither a pin, nor a path that a pin covers, nor the name of a file or kernel.
+        UsageError: several files have the name.
+    """
+    try:
+        library.pins.get(target)
+        return target
+    except PinError as error:
+        unknown = error
+    found: list[str] = []
+    name = target.strip("/")
+    for pin in library.pins:
+        with suppress(CubinRuntimeError):
+            for path in manifest_at_hand(library, pin).digests:
+                file = path.text[len(pin.path.text) + 1 :]
+                if name in (file, path.name, path.name.removesuffix(".cubin")):
+                    found.append(path.text)
+    if not found:
+        raise PinError(f"{unknown}; and no local release has a file or kernel of that name") from None
+    if len(found) > 1:
+        shown = ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
+        raise UsageError(f"{target!r} is the name of several files: {shown}")
+    return found[0]
+
+
+def expanded(
+    library: Library, targets: Sequence[str], wanted: KernelFilter, cpu: str | None = None
+) -> list[tuple[str, KernelFilter]]:
+    """The targets, the releases of a group one by one, each with the filter that is left for it.
+
+    Raises:
+        PinError: see ``resolved``.
+        UsageError: the filters leave nothing of a group, or a name is that of several files.
+    """
+    found: list[tuple[str, KernelFilter]] = []
+    for target in targets:
+        if pins := library.pins.group(target):
+            found += [(pin.name, left) for pin, left in narrowed(target, pins, wanted, cpu)]
+        else:
+            found.append((resolved(library, target), wanted))
+    return found
+
+
+def chosen(library: Library, pin: Pin, target: str, wanted: KernelFilter) -> tuple[ArtifactPath, ...]:
+    """Paths that a target and the filters choose; metadata comes over the network unless that is switched off."""
+    asked = library.select(pin, None if target == pin.name else target)
+    kept = chosen_paths(library, pin, wanted, fetch=not library.config.offline)
+    if kept is None:
+        return asked
+    inside = set(kept)
+    return tuple(path for path in asked if path in inside)
+
+
+def chosen_at_hand(
+    library: Library, targets: Sequence[str], wanted: KernelFilter, cpu: str | None = None
+) -> list[tuple[Pin, tuple[ArtifactPath, ...]]]:
+    """What several targets choose, each release once, in the order of the manifests; nothing is fetched.
+
+    Raises:
+        MissingError: a release's manifest or metadata is not available locally.
+    """
+    found: dict[str, tuple[Pin, set[ArtifactPath]]] = {}
+    for target, left in expanded(library, targets, wanted, cpu):
+        pin = library.pins.get(target)
+        manifest_at_hand(library, pin)
+        found.setdefault(pin.name, (pin, set()))[1].update(chosen(library, pin, target, left))
+    return [
+        (pin, tuple(path for path in library.manifest(pin).digests if path in paths)) for pin, paths in found.values()
+    ]
