@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -13,6 +14,7 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[1]
 HELP = "<!-- help of every verb -->"
+SCHEMAS = "<!-- JSON schema of every verb -->"
 # Files of the repository that the pages may link to; the site has them under the same names.
 BESIDE = ("benchmarks/results/*.json", "benchmarks/results/*.txt", "examples/*.py")
 
@@ -28,6 +30,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Write the help of the command line where it is asked for, and point links to results into the site."""
     if HELP in markdown:
         markdown = markdown.replace(HELP, command_line_reference())
+    if SCHEMAS in markdown:
+        markdown = markdown.replace(SCHEMAS, json_reference())
     # The root of the site is docs/: what lies beside that folder in the repository lies inside it here.
     above = "../" * (page.file.src_uri.count("/") + 1)
     for folder in (pattern.rpartition("/")[0] for pattern in BESIDE):
@@ -44,6 +48,42 @@ def command_line_reference() -> str:
     parts = [f"```text\n{general}\n```"]
     parts += [f"## {verb}\n\n```text\n{_help(verb)}\n```" for verb in verbs]
     return "\n\n".join(parts)
+
+
+def json_reference() -> str:
+    """A section for each verb with a table of the fields that it prints, as Markdown."""
+    code = "import json; from cubin_runtime.cli.json_schema import PAYLOADS; print(json.dumps(PAYLOADS))"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    parts = []
+    for verb, payloads in json.loads(done.stdout).items():
+        parts.append(f"## {verb}")
+        for number, payload in enumerate(payloads):
+            rows = [row for name, field in payload.items() for row in _fields(name, field)]
+            beside = "\n\nor" if number else ""
+            parts.append(f"{beside}\n\n| field | type | meaning |\n| --- | --- | --- |\n" + "\n".join(rows))
+    return "\n\n".join(parts)
+
+
+def _fields(name: str, field: dict[str, Any]) -> list[str]:
+    """The rows of a field and of those below it."""
+    kinds = [one for one in field.get("anyOf", [field]) if one.get("type") != "null"]
+    kind = " or ".join(dict.fromkeys(_kind(one) for one in kinds))
+    null = " or null" if {"type": "null"} in field.get("anyOf", ()) else ""
+    rows = [f"| `{name}` | {kind}{null} | {field.get('description', '')} |"]
+    for one in kinds:
+        inner = one.get("items", {}) if one.get("type") == "array" else one
+        for below in inner.get("anyOf", [inner]):
+            base = f"{name}[]" if one.get("type") == "array" else name
+            for key, value in below.get("properties", {}).items():
+                rows += [row for row in _fields(f"{base}.{key}", value) if row not in rows]
+    return rows
+
+
+def _kind(field: dict[str, Any]) -> str:
+    if "enum" in field:
+        return ", ".join(f"`{value}`" for value in field["enum"])
+    return {"array": "list", "object": "object", None: "any"}.get(field.get("type"), field.get("type", "any"))
 
 
 def _help(*verb: str) -> str:

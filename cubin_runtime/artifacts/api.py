@@ -157,11 +157,10 @@ def verify(
     pin, name = _pin_of(library, target)
     wanted = _filter(sm, family, dtype, head_dim, match)
     whole = wanted.is_empty and name in (pin.name, pin.path.text)
-    paths = chosen(library, pin, name, wanted)
+    paths = None if whole else chosen(library, pin, name, wanted)
+    total = pin.files if paths is None else len(paths)
     place = None if tree is None else str(tree)
-    report = library.verify(
-        pin, None if whole else paths, complete=complete, tree=place, progress=_counter(progress, len(paths))
-    )
+    report = library.verify(pin, paths, complete=complete, tree=place, progress=_counter(progress, total))
     report.raise_problems()
     return report
 

@@ -25,7 +25,7 @@ from .pins.pin_set import PinSet, refuse_trust_in_store
 from .sources.failover import FetchPolicy
 from .sources.http_pace import HttpLimits
 from .sources.source import NotHereError, Wanted, may_hold_secrets, parse_source
-from .sources.source_list import SourceList, remedy
+from .sources.source_list import SourceList, hint, remedy
 from .store.leftovers import remove_temporaries
 from .store.store import Store
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from .fetch.worker_pool import Outcome
     from .verification import VerifyReport
 
-__all__ = ["Library", "Place", "may_hold_secrets", "parse_source"]
+__all__ = ["Library", "Place", "hint", "may_hold_secrets", "parse_source"]
 
 DEFAULT_JOBS = 8
 _log = logging.getLogger("cubin_runtime")

@@ -31,7 +31,9 @@ VERB_FAMILIES = (
     "replay",
     "export",
     "gc",
+    "sign",
     "doctor",
+    "json_schema",
 )
 _WRITE_FAILED = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
@@ -97,6 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(given: list[str]) -> int:
     from ..errors import CubinRuntimeError
 
+    output.EMITTED.set(False)
     try:
         code = _code(app(args=given, prog_name="cubin-runtime", standalone_mode=False))
         # the parser's library turns an interrupt into this code and says nothing
@@ -187,7 +190,7 @@ def _report(error: Exception | None, kind: str, message: str, code: int, given: 
     output.error_line(message)
     for note in getattr(error, "__notes__", ()):
         output.error_line(note)
-    if "--json" in given:
+    if "--json" in given and not output.EMITTED.get():
         verb = next((word for word in given if word in _verbs()), "none")
-        output.emit_json(verb, {"errors": [output.error_object(code, kind, message)]})
+        output.emit_json(verb, {}, [output.error_object(code, kind, message)])
     return code

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from . import options, output
+from . import completion, options, output
 
 if TYPE_CHECKING:
     from ..artifacts.releases.comparison import Change
@@ -19,8 +19,8 @@ def register(app: typer.Typer) -> None:
 
 
 def diff(
-    old: Annotated[str, typer.Argument(metavar="OLD", help="A pinned release.")],
-    new: Annotated[str, typer.Argument(metavar="NEW", help="Another one.")],
+    old: Annotated[str, typer.Argument(metavar="OLD", help="A pinned release.", autocompletion=completion.targets)],
+    new: Annotated[str, typer.Argument(metavar="NEW", help="Another one.", autocompletion=completion.targets)],
     sm: options.SmOption = None,
     family: options.FamilyOption = None,
     dtype: options.DtypeOption = None,

@@ -6,18 +6,22 @@ import os
 import platform
 import shutil
 import sys
+from contextlib import suppress
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .._version import KERNELS_VERSION, __version__
-from . import options, output
+from .._version import __version__
+from . import completion, options, output
+from .doctor_tasks import TASKS, failed_requirements, sentence, tasks_of
 
 if TYPE_CHECKING:
     from ..artifacts.library import Library
     from ..artifacts.pins.pin import Pin
     from ..config import Config
+    from ..errors import CubinRuntimeError
 
 
 def register(app: typer.Typer) -> None:
@@ -26,31 +30,114 @@ def register(app: typer.Typer) -> None:
 
 
 def doctor(
+    check: Annotated[
+        bool,
+        typer.Option("--check", help="Ask every source, for 2 s at most, and write a file in the store."),
+    ] = False,
+    require: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--require",
+            metavar="TASK",
+            help=f"Fail unless this works: {', '.join(TASKS)}, fetch:RELEASE; implies --check.",
+            show_default=False,
+            autocompletion=completion.tasks,
+        ),
+    ] = None,
     store: options.StoreOption = None,
     source: options.SourceOption = None,
     pins: options.PinsOption = None,
     offline: options.OfflineOption = False,
     json: options.JsonOption = False,
 ) -> None:
-    """Show driver, devices, store, sources and pins, where each setting comes from, and what works on this machine."""
-    config = options.make_config(store, source, pins, offline)
+    """Show driver, devices, store, sources and pins, where each setting comes from, and what works on this machine.
+
+    What was not tried is called "not tried"; each "no" comes with the next step.
+    """
+    config, problem = _configured(store, source, pins, offline)
+    errors = [] if problem is None else [problem]
+    check = check or bool(require)
     driver = _driver()
-    releases, codes = _releases(config, [d["number"] for d in driver["devices"]])
+    library, pins_problem = _library(config)
+    if pins_problem is not None and problem is None:
+        errors.append(pins_problem)
+    releases = [_release(library, pin, [d["number"] for d in driver["devices"]]) for pin in library.pins]
     report: dict[str, Any] = {
         "version": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "settings": _settings(config, store, source, pins, offline),
-        "store": _store(config.store),
+        "offline": config.offline,
+        "pins": {
+            "problem": None if pins_problem is None else str(pins_problem),
+            "releases": len(releases),
+            "signed": len(config.pin_files) if config.pin_keys else 0,
+        },
+        "store": _store(library, problem, write=check),
+        "sources": _sources(library, network=check),
+        "accelerator": _accelerator(),
         "driver": driver,
         "releases": releases,
     }
-    report["will_work"] = _verdicts(config, driver, releases, report["store"]["writable"])
+    report["tasks"] = tasks_of(report)
+    failed = failed_requirements(require or (), report["tasks"])
+    shown = [output.error_of(error) for error in errors]
+    shown += [output.error_object(code, "RequirementError", message) for code, message in failed]
     if json:
-        output.emit_json("doctor", report)
+        for one in report["tasks"]:
+            del one["code"]
+        output.emit_json("doctor", report, shown)
     else:
         _print(report)
-    output.finish(codes)
+    for one in shown:
+        output.error_line(one["message"])
+    output.finish(one["code"] for one in shown)
+
+
+def _configured(
+    store: Path | None, source: list[str] | None, pins: list[Path] | None, offline: bool
+) -> tuple[Config, CubinRuntimeError | None]:
+    """The configuration; where it is invalid, a bare one with which the rest can still be shown, and the error."""
+    from ..config import Config
+    from ..errors import CubinRuntimeError
+
+    try:
+        return options.make_config(store, source, pins, offline), None
+    except CubinRuntimeError as error:
+        return Config(store=Path("/nonexistent/cubin-runtime"), offline=True, lazy_fetch=False), error
+
+
+def _library(config: Config) -> tuple[Library, CubinRuntimeError | None]:
+    """The library; where pins or sources cannot be read, one with the built-in pins alone, and the error."""
+    from ..artifacts.library import Library
+    from ..errors import CubinRuntimeError
+
+    try:
+        return Library(config), None
+    except CubinRuntimeError as error:
+        return Library(replace(config, pin_files=(), pin_keys=(), pin_state=None, sources=None, offline=True)), error
+
+
+def _sources(library: Library, *, network: bool) -> list[dict[str, Any]]:
+    from ..artifacts.releases.source_trial import try_sources
+
+    return [asdict(trial) for trial in try_sources(library, network=network)]
+
+
+def _accelerator() -> dict[str, Any]:
+    """Whether the C extension of launches is installed and fits."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    from ..launch.accelerator import accelerator
+
+    try:
+        found: str | None = version("cubin-runtime-accelerator")
+    except PackageNotFoundError:
+        found = None
+    if accelerator() is not None:
+        return {"installed": True, "version": found or "unknown", "problem": None}
+    problem = "it is not installed" if found is None else f"version {found} does not fit this version of the package"
+    return {"installed": False, "version": found, "problem": problem}
 
 
 def _settings(
@@ -70,6 +157,7 @@ def _settings(
         _setting("lazy fetch", config.lazy_fetch, "follows offline" if config.offline else "default"),
         _setting("profile", config.profile, options.origin_of("CUBIN_RUNTIME_PROFILE", False)),
         _setting("record", str(config.record or ""), options.origin_of("CUBIN_RUNTIME_RECORD", False)),
+        _setting("audit", str(config.audit or ""), options.origin_of("CUBIN_RUNTIME_AUDIT", False)),
         _setting("log", log, options.origin_of("CUBIN_RUNTIME_LOG", False)),
     ]
 
@@ -111,23 +199,33 @@ def _setting(name: str, value: object, origin: str) -> dict[str, Any]:
     return {"name": name, "value": value, "from": origin}
 
 
-def _store(root: Path) -> dict[str, Any]:
-    """Whether the store is there and can be written, without writing to it."""
-    problem = None
+def _store(library: Library, unset: CubinRuntimeError | None, *, write: bool) -> dict[str, Any]:
+    """Whether the store is there and can be written; with ``write`` an existing one is written to."""
+    from ..errors import CubinRuntimeError
+
+    root = library.store.root
+    facts: dict[str, Any] = {"path": str(root), "exists": False, "writable": False, "free_bytes": None}
+    if unset is not None:
+        return {**facts, "path": None, "problem": str(unset)}
     try:
         os.stat(root)
     except FileNotFoundError:
         pass
     except OSError as error:
-        problem = f"cannot be read: {error.strerror}"
+        facts["problem"] = f"cannot be read: {error.strerror}"
     nearest = next((p for p in (root, *root.parents) if os.path.exists(p)), Path("/"))
-    try:
-        free: int | None = shutil.disk_usage(nearest).free
-    except OSError:
-        free = None
-    writable = problem is None and os.path.isdir(nearest) and os.access(nearest, os.W_OK | os.X_OK)
-    facts = {"path": str(root), "exists": os.path.isdir(root), "writable": writable, "free_bytes": free}
-    return {**facts, "problem": problem}
+    with suppress(OSError):
+        facts["free_bytes"] = shutil.disk_usage(nearest).free
+    facts["exists"] = os.path.isdir(root)
+    facts["writable"] = (
+        facts.get("problem") is None and os.path.isdir(nearest) and os.access(nearest, os.W_OK | os.X_OK)
+    )
+    if facts["writable"] and write and facts["exists"]:
+        try:
+            library.store.check_writable()
+        except CubinRuntimeError as error:
+            facts.update(writable=False, problem=str(error))
+    return {"problem": None, **facts}
 
 
 def _driver() -> dict[str, Any]:
@@ -155,21 +253,8 @@ def _driver() -> dict[str, Any]:
     return {"present": True, "cuda": cuda, "devices": devices, "problem": problem}
 
 
-def _releases(config: Config, devices: list[int]) -> tuple[list[dict[str, Any]], list[int]]:
-    """Each pinned release as far as it is available locally without a network."""
-    from dataclasses import replace
-
-    from ..artifacts.library import Library
-    from ..errors import CubinRuntimeError
-
-    try:
-        library = Library(replace(config, offline=True, lazy_fetch=False))
-        return [_release(library, pin, devices) for pin in library.pins], []
-    except CubinRuntimeError as error:
-        return [{"name": "pins", "problem": str(error)}], [error.exit_code]
-
-
 def _release(library: Library, pin: Pin, devices: list[int]) -> dict[str, Any]:
+    from ..artifacts.library import hint
     from ..artifacts.releases.catalog import manifest_at_hand, open_catalog
     from ..artifacts.tables.kernel_filter import KernelFilter
     from ..artifacts.tables.native_kernels import BUILT_NOT_RUN, NativeKernel
@@ -177,8 +262,11 @@ def _release(library: Library, pin: Pin, devices: list[int]) -> dict[str, Any]:
 
     found: dict[str, Any] = {
         "name": pin.name,
-        "files": pin.files,
+        "files": pin.files or None,
+        "bytes": pin.bytes or None,
         "in_store": None,
+        "missing_bytes": pin.bytes or None,
+        "install": hint(pin).removeprefix("; ") or None,
         "known_abi": _known_abi(pin.abi),
         "launchable": False,
         "runs_on": {},
@@ -189,6 +277,8 @@ def _release(library: Library, pin: Pin, devices: list[int]) -> dict[str, Any]:
         manifest = manifest_at_hand(library, pin)
         there = library.store.present(set(manifest.digests.values()))
         found["in_store"] = sum(digest in there for digest in manifest.digests.values())
+        found["files"] = len(manifest.digests)
+        found["missing_bytes"] = pin.estimate(len(manifest.digests) - found["in_store"]) if pin.bytes else None
         catalog = open_catalog(library, pin, fetch=False)
         for number in devices:
             rows = [entry.row for entry in catalog.kept_by(KernelFilter(sm=number))]
@@ -207,39 +297,6 @@ def _known_abi(abi: str | None) -> bool:
     return abi is not None and abi in ABIS
 
 
-def _verdicts(config: Config, driver: dict[str, Any], releases: list[dict[str, Any]], writable: bool) -> list[str]:
-    """Plain sentences: what will work here and what will not."""
-    fetch = "yes, from the sources above, in that order"
-    if config.offline:
-        fetch = "no, offline is set and only local sources are read"
-    if not writable:
-        fetch = "no, the store cannot be written"
-    said = [f"fetch: {fetch}", "verify, inspect, list: yes, they need no GPU"]
-    said += [f"native kernels: {_kernels_verdict(r)}" for r in releases if r["name"] == f"hopper-{KERNELS_VERSION}"]
-    if not driver["devices"]:
-        return [*said, f"launch: no, {driver['problem'] or 'no device is visible'}"]
-    for device in driver["devices"]:
-        number = str(device["number"])
-        where = f"launch on {device['name']} (sm_{number})"
-        usable = [r for r in releases if r.get("known_abi") and r["runs_on"].get(number)]
-        said += [f"{where}: {_launch_verdict(r, number)}" for r in usable]
-        if not usable:
-            said.append(f"{where}: no, no local release has a kernel for it")
-    return said
-
-
-def _kernels_verdict(release: dict[str, Any]) -> str:
-    return f"no, {release['problem']}" if release["problem"] else f"yes, {release['name']} is available locally"
-
-
-def _launch_verdict(release: dict[str, Any], number: str) -> str:
-    count, untried = release["runs_on"][number], release["built_not_run"][number]
-    if untried == count:
-        return f"only when asked for by name, {count} kernels of {release['name']} were built but never run"
-    built = f" ({untried} more were built but never run)" if untried else ""
-    return f"yes, {count - untried} kernels of {release['name']}{built}"
-
-
 def _print(report: dict[str, Any]) -> None:
     output.facts([(key, report[key]) for key in ("version", "python", "platform")])
     output.line()
@@ -251,15 +308,15 @@ def _print(report: dict[str, Any]) -> None:
         ),
     )
     output.line()
-    output.facts(_machine_facts(report["store"], report["driver"]))
+    output.facts(_machine_facts(report))
     output.line()
     output.table(
         ("release", "files", "in the store", "launchable", "problem"),
         (
             (
                 r["name"],
-                r.get("files", ""),
-                "unknown" if r.get("in_store") is None else r["in_store"],
+                "unknown" if r["files"] is None else r["files"],
+                "unknown" if r["in_store"] is None else r["in_store"],
                 _launchable(r, report["driver"]),
                 r["problem"] or "none",
             )
@@ -267,28 +324,31 @@ def _print(report: dict[str, Any]) -> None:
         ),
     )
     output.line()
-    for sentence in report["will_work"]:
-        output.line(sentence)
+    for one in report["tasks"]:
+        output.line(sentence(one))
     sys.stdout.flush()
 
 
 def _launchable(release: dict[str, Any], driver: dict[str, Any]) -> str:
-    if release.get("launchable"):
+    if release["launchable"]:
         return "yes"
-    if not release.get("known_abi"):
-        return "no ABI"
+    if not release["known_abi"]:
+        return "no: its parameter layout is unknown"
     if not driver["devices"]:
-        return "no device"
-    return "unknown" if release["problem"] else "not on this device"
+        return "no: there is no device"
+    return "unknown" if release["problem"] else "no: no kernel for this device"
 
 
-def _machine_facts(store: dict[str, Any], driver: dict[str, Any]) -> list[tuple[str, object]]:
+def _machine_facts(report: dict[str, Any]) -> list[tuple[str, object]]:
+    store, driver = report["store"], report["driver"]
     free = "unknown" if store["free_bytes"] is None else output.size(store["free_bytes"])
-    state = store["problem"] or ("there" if store["exists"] else "not made yet")
+    state = store["problem"] or ("exists" if store["exists"] else "does not exist yet")
     found: list[tuple[str, object]] = [
-        ("store", f"{state}, {'writable' if store['writable'] else 'NOT writable'}, {free} free"),
+        ("store", f"{state}, {'writable' if store['writable'] else 'not writable'}, {free} free"),
         ("driver", f"CUDA {driver['cuda']}" if driver["present"] else f"none: {driver['problem']}"),
     ]
+    accelerator = report["accelerator"]
+    found.insert(1, ("accelerator", accelerator["version"] if accelerator["installed"] else accelerator["problem"]))
     for d in driver["devices"]:
         about = f"{d['name']}, sm_{d['number']}, {d['multiprocessors']} multiprocessors"
         found.append((f"device {d['ordinal']}", about))

@@ -106,6 +106,9 @@ def explain(
     release: Annotated[
         str | None, _optional("--release", f"Pinned release; default {RELEASE}, hopper: this version's.")
     ] = None,
+    candidates: Annotated[
+        bool, _option("--candidates", "Also list the candidates; trtllm-gen: descriptors and parameters, too.")
+    ] = False,
     store: options.StoreOption = None,
     source: options.SourceOption = None,
     pins: options.PinsOption = None,
@@ -122,7 +125,7 @@ def explain(
         if json:
             output.emit_json("explain", explanation.record)
         else:
-            _show(explanation.sections)
+            _show(explanation.sections, candidates)
         return
     from ..kernels.trtllm_gen.traits import Policy
     from .example_case import Shapes, case_of
@@ -135,7 +138,7 @@ def explain(
     if cases is None:
         with _named_by_flags(context):
             stated = case_of(_stated(context, Shapes)) if case is None else _read_case(case)
-        _explain_case(stated, kernels, Policy(policy), json)
+        _explain_case(stated, kernels, Policy(policy), json, candidates)
     elif case is not None or json:
         raise UsageError("--cases: expected without CASE.json and --json")
     else:
@@ -221,16 +224,21 @@ def _is_given(context: typer.Context, name: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
-def _show(sections: Iterable[Facts | Table]) -> None:
+def _show(sections: Iterable[Facts | Table], candidates: bool) -> None:
+    """Print the choice, and after it the tables if they were asked for."""
     from ..kernels.explanation import Table
 
-    for number, section in enumerate(sections):
+    sections = list(sections)
+    tables = [section for section in sections if isinstance(section, Table)]
+    for number, section in enumerate([section for section in sections if not isinstance(section, Table)]):
         if number:
             output.line()
-        if isinstance(section, Table):
-            output.table(section.columns, section.rows)
-        else:
-            output.facts(section)
+        output.facts(section)
+    for table in tables if candidates else ():
+        output.line()
+        output.table(table.columns, table.rows)
+    if tables and not candidates:
+        output.note_line("--candidates lists what was compared, with costs or the reason against it")
 
 
 def _kernels(config: Config, release: str) -> KernelFinder:
@@ -292,11 +300,15 @@ def _decide_all(cases: Path, out: Path | None, kernels: KernelFinder, both: bool
     output.note_line(f"{count} cases decided, written to {out}")
 
 
-def _explain_case(case: dict[str, Any], kernels: KernelFinder, policy: Policy, json: bool) -> None:
+def _explain_case(case: dict[str, Any], kernels: KernelFinder, policy: Policy, json: bool, candidates: bool) -> None:
     from ..kernels.trtllm_gen import explanation
-    from .recorded_decisions import decision_of_case, record_of_case
+    from .recorded_decisions import decision_of_case, decision_record
 
+    decision = decision_of_case(case, kernels, policy)
     if json:
-        output.emit_json("explain", {"policy": policy.value, **record_of_case(case, kernels, policy)})
+        record = decision_record(decision, case.get("stream"))
+        outcome = ("ok", "error", "error_kind")  # of files of cases; here errors are in `errors`
+        shown = {name: value for name, value in record.items() if name not in outcome}
+        output.emit_json("explain", {"backend": "trtllm-gen", "policy": policy.value, **shown})
     else:
-        _show(explanation.sections(decision_of_case(case, kernels, policy)))
+        _show(explanation.sections(decision), candidates)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import CubinRuntimeError, MissingError, SourceError, StoreError
-from . import options, output
+from . import completion, options, output
 from .fetch_bar import fetch_bar
 from .output import size as _size
 from .targets import Targets
@@ -71,8 +71,8 @@ def fetch(
         except CubinRuntimeError as error:
             errors.append(error)
     if json:
-        done = [_fetch_json(report) for report in reports]
-        output.emit_json("fetch", {"releases": done, "errors": [_error_json(one) for one in errors]})
+        done = [_fetch_json(report, library.pins.get(report.pin)) for report in reports]
+        output.emit_json("fetch", {"releases": done}, [output.error_of(one) for one in errors])
     else:
         for report in reports:
             output.line(_fetch_text(report))
@@ -91,7 +91,12 @@ def _is_complete(library: Library, pin: Pin) -> bool:
 
 
 def where(
-    target: Annotated[str, typer.Argument(metavar="PIN-or-PATH", help="A release, a folder in it, or a file.")],
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="PIN-or-PATH", help="A release, a folder in it, or a file.", autocompletion=completion.targets
+        ),
+    ],
     store: options.StoreOption = None,
     source: options.SourceOption = None,
     pins: options.PinsOption = None,
@@ -109,13 +114,15 @@ def where(
     paths = library.select(pin, None if target == pin.name else target)
     if len(paths) == 1 and paths[0] == ArtifactPath(target.rstrip("/")):
         places = library.where(paths[0])
+        missing = MissingError(f"{target} is neither in the store {library.store.root} nor in a local source")
         if json:
-            output.emit_json("where", {"path": target, "places": [_place_json(p) for p in places]})
+            errors = [] if places else [output.error_of(missing)]
+            output.emit_json("where", {"path": target, "places": [_place_json(p) for p in places]}, errors)
         else:
             for place in places:
                 output.line(f"{place.kind:<6}  {place.location}")
         if not places:
-            raise MissingError(f"{target} is neither in the store {library.store.root} nor in a local source")
+            raise missing
         return
     manifest = library.manifest(pin)
     present = len(library.store.present(manifest.digests[path] for path in paths))
@@ -143,14 +150,11 @@ def _fetch_text(report: FetchReport) -> str:
     )
 
 
-def _fetch_json(report: FetchReport) -> dict[str, Any]:
+def _fetch_json(report: FetchReport, pin: Pin) -> dict[str, Any]:
     from dataclasses import asdict
 
-    return asdict(report)
-
-
-def _error_json(error: CubinRuntimeError) -> dict[str, Any]:
-    return output.error_object(error.exit_code, type(error).__name__, str(error))
+    estimates = ("about_bytes", "saves_about_bytes")  # which a pin without sizes does not have
+    return {**asdict(report), **(dict.fromkeys(estimates) if not pin.bytes else {})}
 
 
 def _place_json(place: Any) -> dict[str, Any]:

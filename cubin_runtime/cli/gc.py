@@ -1,31 +1,48 @@
-"""``gc``: remove objects that no release needs from a store."""
+"""``gc`` and ``usage``: remove objects that no release needs from a store, and what takes how much of it."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ..errors import UsageError
-from . import options, output
+from . import completion, options, output
+
+if TYPE_CHECKING:
+    from ..artifacts.releases.gc import CollectReport, LeftoverReport, UnreferencedReport
+
+Reports = tuple["CollectReport | None", "LeftoverReport | None", "UnreferencedReport | None"]
 
 
 def register(app: typer.Typer) -> None:
-    """Add the verb to the application."""
+    """Add the verbs to the application."""
     app.command("gc")(gc)
+    app.command("usage")(usage)
 
 
 def gc(
     releases: Annotated[
-        list[str] | None, typer.Argument(metavar="[PIN-or-PATH...]", help="Pinned releases to remove from the store.")
+        list[str] | None,
+        typer.Argument(
+            metavar="[PIN-or-PATH...]",
+            help="Pinned releases to remove from the store.",
+            autocompletion=completion.targets,
+        ),
     ] = None,
     temps: Annotated[
         bool,
         typer.Option("--temps", help="Remove temporary files of killed processes, and corrupt files in quarantine."),
     ] = False,
+    unreferenced: Annotated[
+        bool, typer.Option("--unreferenced", help="Remove what no release needs that is pinned here.")
+    ] = False,
     older_than: Annotated[
-        float, typer.Option("--older-than", min=0.0, help="With --temps: only files older than this many hours.")
+        float,
+        typer.Option(
+            "--older-than", min=0.0, help="With --temps and --unreferenced: only files older than this many hours."
+        ),
     ] = 1.0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be removed, and stop.")] = False,
     store: options.StoreOption = None,
@@ -35,21 +52,37 @@ def gc(
 ) -> None:
     """Remove the objects of a release that no other release in the store needs. Only pins known here are considered."""
     from ..artifacts.library import Library
-    from ..artifacts.releases.gc import collect, collect_leftovers
+    from ..artifacts.releases.gc import collect, collect_leftovers, collect_unreferenced
 
-    if not releases and not temps:
-        raise UsageError("gc: expected releases, or --temps, or both")
+    if not releases and not temps and not unreferenced:
+        raise UsageError("gc: expected releases, --temps or --unreferenced")
     library = Library(options.make_config(store, source, pins, True))
     targets = [library.pins.get(name) for name in releases or ()]
     for name, pin in zip(releases or (), targets, strict=True):
         if name.rstrip("/") not in (pin.name, pin.path.text):
             raise UsageError(f"gc {name!r}: lies in {pin.name!r}; expected a whole release")
+    seconds = older_than * 3600
     collected = collect(library, targets, dry_run=dry_run) if targets else None
-    left = collect_leftovers(library.store, older_than=older_than * 3600, dry_run=dry_run) if temps else None
+    left = collect_leftovers(library.store, older_than=seconds, dry_run=dry_run) if temps else None
+    orphans = collect_unreferenced(library, older_than=seconds, dry_run=dry_run) if unreferenced else None
+    if not dry_run:
+        removed = sum(one.removed for one in (collected, orphans) if one is not None)
+        library.audit.write(
+            "gc", releases=[pin.name for pin in targets], removed=removed, store=str(library.store.root)
+        )
     if json:
-        parts = {"releases": collected and asdict(collected), "leftovers": left and asdict(left)}
+        parts = {
+            "releases": collected and asdict(collected),
+            "leftovers": left and asdict(left),
+            "unreferenced": orphans and asdict(orphans),
+        }
         output.emit_json("gc", {"store": str(library.store.root), **parts})
         return
+    _print((collected, left, orphans), older_than, dry_run=dry_run)
+
+
+def _print(reports: Reports, older_than: float, *, dry_run: bool) -> None:
+    collected, left, orphans = reports
     verb = "would be removed" if dry_run else "removed"
     if collected is not None:
         shared = "".join(f"; {name} needs {count} of them" for name, count in collected.needed_by.items())
@@ -61,7 +94,50 @@ def gc(
             output.note_line(
                 f"{name}: its manifest is not available locally, so its objects in the store are not known"
             )
+    age = f"of over {older_than:g} hours " if older_than else ""
     if left is not None:
         output.line(
-            f"{left.temporaries} temporaries and {left.quarantined} damaged objects {verb} ({output.size(left.bytes)})"
+            f"{left.temporaries} temporaries and {left.quarantined} damaged objects {age}{verb} "
+            f"({output.size(left.bytes)})"
         )
+    if orphans is not None:
+        output.line(
+            f"{orphans.removed} objects {age}that no pinned release needs {verb} ({output.size(orphans.bytes)})"
+        )
+
+
+def usage(
+    store: options.StoreOption = None,
+    source: options.SourceOption = None,
+    pins: options.PinsOption = None,
+    json: options.JsonOption = False,
+) -> None:
+    """Show how much of the store each pinned release takes, and what none of them needs."""
+    from ..artifacts.library import Library
+    from ..artifacts.releases.gc import store_usage
+
+    library = Library(options.make_config(store, source, pins, True))
+    found = store_usage(library)
+    if json:
+        output.emit_json("usage", {"store": str(library.store.root), **asdict(found)})
+        return
+    rows: list[tuple[object, ...]] = [
+        (
+            "unknown" if cell is None else cell
+            for cell in (one.release, one.objects, _size(one.bytes), _size(one.alone_bytes))
+        )  # type: ignore[misc]
+        for one in found.releases
+    ]
+    rows.append(("needed by no pinned release", found.unreferenced, output.size(found.unreferenced_bytes), ""))
+    rows.append(("in all", found.objects, output.size(found.bytes), ""))
+    output.table(("release", "objects", "size", "only in this release"), [tuple(row) for row in rows])
+    if found.unreferenced:
+        output.note_line("'cubin-runtime gc --unreferenced' removes what no pinned release needs")
+    if found.quarantined:
+        output.note_line(
+            f"{found.quarantined} damaged objects are in quarantine; 'cubin-runtime gc --temps' removes them"
+        )
+
+
+def _size(count: int | None) -> str | None:
+    return None if count is None else output.size(count)

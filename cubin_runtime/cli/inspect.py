@@ -10,7 +10,7 @@ import typer
 
 from ..config import local_path
 from ..errors import CorruptError, CubinRuntimeError, MissingError, PinError, SourceError, UsageError
-from . import options, output
+from . import completion, options, output
 
 if TYPE_CHECKING:
     from ..artifacts.cubins.cubin import Cubin
@@ -31,7 +31,11 @@ def register(app: typer.Typer) -> None:
 def inspect(
     target: Annotated[
         str,
-        typer.Argument(metavar="FILE-or-PATH", help="A cubin file, an artifact path, or a release or folder of them."),
+        typer.Argument(
+            metavar="FILE-or-PATH",
+            help="A cubin file, an artifact path, or a release or folder of them.",
+            autocompletion=completion.targets,
+        ),
     ],
     sm: options.SmOption = None,
     family: options.FamilyOption = None,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import UsageError
-from . import options, output
+from . import completion, options, output
 from .inspect import row_json
 
 if TYPE_CHECKING:
@@ -23,7 +23,10 @@ def register(app: typer.Typer) -> None:
 
 def list_(
     name: Annotated[
-        str | None, typer.Argument(metavar="[PIN-or-PATH]", help="A pinned release; without it, all pins.")
+        str | None,
+        typer.Argument(
+            metavar="[PIN-or-PATH]", help="A pinned release; without it, all pins.", autocompletion=completion.targets
+        ),
     ] = None,
     sm: options.SmOption = None,
     family: options.FamilyOption = None,
@@ -98,8 +101,22 @@ def _list_pins(library: Library, json: bool) -> None:
     if json:
         output.emit_json(
             "list",
-            {"pins": [{"name": p.name, "path": p.path.text, "files": p.files, "bytes": p.bytes} for p in listed]},
+            {
+                "pins": [
+                    {
+                        "name": p.name,
+                        "path": p.path.text,
+                        "files": p.files or None,
+                        "bytes": p.bytes or None,
+                        "licence": p.licence,
+                    }
+                    for p in listed
+                ]
+            },
         )
         return
-    rows = ((p.name, p.files, output.size(p.bytes) if p.bytes else "unknown", p.licence, p.path.text) for p in listed)
+    rows = (
+        (p.name, p.files or "unknown", output.size(p.bytes) if p.bytes else "unknown", p.licence, p.path.text)
+        for p in listed
+    )
     output.table(("pin", "files", "size", "licence", "path"), rows)

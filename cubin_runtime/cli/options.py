@@ -13,6 +13,7 @@ import typer
 
 from ..config import Config, local_path
 from ..process_memory import give_back_large_blocks
+from . import completion
 from .common_options import GIVEN
 
 
@@ -42,15 +43,27 @@ OfflineOption = Annotated[bool, typer.Option("--offline", help="Never use the ne
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 SmOption = Annotated[
     str | None,
-    typer.Option("--sm", help="Only kernels for this SM, for example 100.", show_default=False),
+    typer.Option(
+        "--sm", help="Only kernels for this SM, for example 100.", show_default=False, autocompletion=completion.sms
+    ),
 ]
 FamilyOption = Annotated[
     list[str] | None,
-    typer.Option("--family", help="Only this family (hopper, fmha, ...) or use (decode, prefill).", show_default=False),
+    typer.Option(
+        "--family",
+        help="Only this family (hopper, fmha, ...) or use (decode, prefill).",
+        show_default=False,
+        autocompletion=completion.families,
+    ),
 ]
 DtypeOption = Annotated[
     list[str] | None,
-    typer.Option("--dtype", help="Only kernels with this Q, K, V or output type.", show_default=False),
+    typer.Option(
+        "--dtype",
+        help="Only kernels with this Q, K, V or output type.",
+        show_default=False,
+        autocompletion=completion.dtypes,
+    ),
 ]
 HeadDimOption = Annotated[
     list[int] | None, typer.Option("--head-dim", help="Only kernels with this head dimension.", show_default=False)

@@ -22,7 +22,7 @@ from .redaction import redacted
 if TYPE_CHECKING:
     from rich.console import Console
 
-JSON_SCHEMA = 1
+JSON_SCHEMA = 2
 _CODE_ORDER = (3, 5, 4, 6)
 # Cc control, Cf format (bidi overrides), Cs lone surrogates, Co private use, Zl/Zp line and paragraph breaks
 _UNSAFE_CATEGORIES = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
@@ -44,6 +44,10 @@ class Loudness:
 
 
 LOUDNESS: ContextVar[Loudness] = ContextVar("LOUDNESS", default=Loudness())  # noqa: B039  # immutable
+
+
+EMITTED: ContextVar[bool] = ContextVar("EMITTED", default=False)
+"""Whether this run has printed its JSON object."""
 
 
 class OutputError(CubinRuntimeError):
@@ -110,9 +114,14 @@ def finish(codes: Iterable[int]) -> None:
         raise typer.Exit(code)
 
 
-def emit_json(verb: str, payload: Mapping[str, object]) -> None:
-    """Print one JSON object: ``schema``, ``verb`` and the payload (ASCII only, so nothing needs escaping)."""
-    pieces = json.JSONEncoder(indent=2, default=str).iterencode({"schema": JSON_SCHEMA, "verb": verb, **payload})
+def emit_json(verb: str, payload: Mapping[str, object], errors: Sequence[Mapping[str, object]] = ()) -> None:
+    """Print one JSON object: ``schema``, ``verb``, ``errors`` and the payload (ASCII only, so nothing needs escaping).
+
+    It is printed once a run: an error after it is only an error line.
+    """
+    EMITTED.set(True)
+    whole = {"schema": JSON_SCHEMA, "verb": verb, "errors": list(errors), **payload}
+    pieces = json.JSONEncoder(indent=2, default=str).iterencode(whole)
     with writing():
         while chunk := "".join(map(redacted, islice(pieces, 1 << 14))):  # never all of it in memory
             sys.stdout.write(chunk)
@@ -155,6 +164,11 @@ def error_object(code: int, kind: str, message: str) -> dict[str, Any]:
     return {"code": code, "kind": kind, "message": message}
 
 
+def error_of(error: CubinRuntimeError) -> dict[str, Any]:
+    """The object of an error of the package."""
+    return error_object(error.exit_code, type(error).__name__, str(error))
+
+
 def console(stream: TextIO) -> Console:
     """Where ``rich`` draws, with or without colour."""
     from rich.console import Console
@@ -189,11 +203,16 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
 
 
 def facts(rows: Iterable[tuple[str, object]]) -> None:
-    """Print ``name  value`` lines, aligned, values escaped."""
+    """Print ``name  value`` lines, aligned, values escaped; on a terminal long values are wrapped between words."""
     listed = list(rows)
     width = max((len(name) for name, _ in listed), default=0)
+    room = shutil.get_terminal_size().columns - width - 2 if sys.stdout.isatty() else 0
     for name, value in listed:
-        _write(f"{name:<{width}}  {escape(value)}".rstrip())
+        text = escape(value)
+        fits = room < 20 or len(text) <= room
+        lines = [text] if fits else textwrap.wrap(text, room, break_long_words=False, break_on_hyphens=False)
+        for number, part in enumerate(lines or [""]):
+            _write(f"{name if number == 0 else '':<{width}}  {part}".rstrip())
 
 
 def size(count: int) -> str:

@@ -9,9 +9,11 @@ import typer
 
 from ..config import local_path, user_pins_path
 from ..errors import PinError, UsageError
-from . import options, output
+from . import completion, options, output
 
 if TYPE_CHECKING:
+    from ..artifacts.library import Library
+    from ..artifacts.path import ArtifactPath
     from ..artifacts.pins.pin import Pin
     from ..config import Config
 
@@ -64,11 +66,11 @@ def pin(
 ) -> None:
     """Trust a release: with --sha256 write a pin, without it only show what the sources have.
 
+    With --sha256 and --offline, write it without looking at the manifest where no local source has it.
     With --from-flashinfer, trust every release for which FlashInfer has a manifest digest, as one group.
     """
     from ..artifacts.library import Library
     from ..artifacts.path import ArtifactPath
-    from ..artifacts.pins.pin import KNOWN_ABIS
     from ..artifacts.pins.pin_file import add_pin, make_pin
 
     if from_flashinfer is not None:
@@ -80,21 +82,25 @@ def pin(
         return
     if path is None:
         raise UsageError("pin: expected a PATH or --from-flashinfer")
-    if sha256 is not None and (len(sha256) != 64 or set(sha256) - set("0123456789abcdef")):
-        raise UsageError(f"--sha256 {sha256!r}: expected 64 lowercase hex digits")
-    if abi is not None and abi not in KNOWN_ABIS:
-        raise UsageError(f"--abi {abi!r}: expected one of {', '.join(KNOWN_ABIS)}")
+    _check_values(sha256, abi)
     folder = ArtifactPath(path.removesuffix("/"))
     config = options.make_config(store, source, pins, offline)
     if sha256 is not None:
         _refuse_where_signed(config)
         _refuse_secrets(source or ())
     library = Library(config)
-    data, origin = library.discover(folder, sha256)
+    known = next((one for one in library.pins if path.rstrip("/") in (one.name, one.path.text)), None)
+    if known is not None and sha256 is None:
+        _show(known, json, written=f"already pinned in {library.pins.origin(known)}")
+        return
+    if known is not None and known.path != folder:
+        raise UsageError(f"pin {path!r}: is the name of a pin, expected the release's folder, {known.path}")
+    data, origin = _manifest_of(library, folder, sha256)
     found = make_pin(
         data,
         folder,
         origin,
+        sha256=sha256,
         name=name,
         abi=abi,
         licence=licence or "unknown",
@@ -102,20 +108,52 @@ def pin(
         sources=library.configured_sources if source else (),
     )
     if sha256 is None:
-        _show(found, json, written=None)
-        raise PinError(
+        refused = PinError(
             f"{folder} is not pinned, nothing was written; if you trust this digest, "
             f"add --sha256 {found.manifest_sha256}"
         )
+        _show(found, json, written=None, error=refused)
+        raise refused
     file = user_pins_path()
     asked = {"name": name, "abi": abi, "licence": licence, "max_file_bytes": max_file_bytes}
     written = add_pin(file, found, library.pins, [field for field, value in asked.items() if value is not None])
+    library.audit.write("pin", release=found.name, path=found.path.text, sha256=found.manifest_sha256, file=str(file))
     _show(found, json, written=str(file) if written else "already pinned")
+    if data is None:
+        output.note_line("offline, so the manifest was not looked at; the first fetch compares it with this digest")
+
+
+def _check_values(sha256: str | None, abi: str | None) -> None:
+    from ..artifacts.pins.pin import KNOWN_ABIS
+
+    if sha256 is not None and (len(sha256) != 64 or set(sha256) - set("0123456789abcdef")):
+        raise UsageError(f"--sha256 {sha256!r}: expected 64 lowercase hex digits")
+    if abi is not None and abi not in KNOWN_ABIS:
+        raise UsageError(f"--abi {abi!r}: expected one of {', '.join(KNOWN_ABIS)}")
+
+
+def _manifest_of(library: Library, folder: ArtifactPath, sha256: str | None) -> tuple[bytes | None, str]:
+    """The manifest that a source has, and the source; offline and with a digest, None if no local source has it."""
+    from ..errors import SourceError
+
+    try:
+        return library.discover(folder, sha256)
+    except SourceError as error:
+        if sha256 is None:
+            raise
+        if library.config.offline:
+            return None, "offline"
+        raise SourceError(f"{error}; with --offline the pin is written without looking at the manifest") from None
 
 
 def unpin(
     target: Annotated[
-        str, typer.Argument(metavar="PIN-or-PATH", help="A pin from your own file, or its release's folder.")
+        str,
+        typer.Argument(
+            metavar="PIN-or-PATH",
+            help="A pin from your own file, or its release's folder.",
+            autocompletion=completion.targets,
+        ),
     ],
     store: options.StoreOption = None,
     pins: options.PinsOption = None,
@@ -134,17 +172,18 @@ def unpin(
         if json:
             output.emit_json("unpin", {"name": target, "pins": names, "file": str(file)})
         else:
-            output.facts([("name", target), ("pins", ", ".join(names)), ("taken out of", str(file))])
+            output.facts([("name", target), ("pins", ", ".join(names)), ("removed from", str(file))])
         return
     gone = remove_pin(file, target, library.pins)
+    library.audit.write("unpin", release=gone.name, path=gone.path.text, file=str(file))
     left = library.store.has(gone.manifest_sha256)
     if json:
         facts = {"name": gone.name, "path": gone.path.text, "file": str(file), "left_in_store": left}
         output.emit_json("unpin", facts)
         return
-    output.facts([("name", gone.name), ("path", gone.path.text), ("taken out of", str(file))])
+    output.facts([("name", gone.name), ("path", gone.path.text), ("removed from", str(file))])
     if left:
-        output.note_line(f"its files are still in the store; 'gc {gone.name}' before 'unpin' removes them")
+        output.note_line("its files are still in the store; 'cubin-runtime gc --unreferenced' removes them")
 
 
 def _pin_flashinfer(place: str, config: Config, json: bool) -> None:
@@ -191,17 +230,17 @@ def _refuse_secrets(sources: Sequence[str]) -> None:
         )
 
 
-def _show(found: Pin, json: bool, *, written: str | None) -> None:
+def _show(found: Pin, json: bool, *, written: str | None, error: PinError | None = None) -> None:
     facts = {
         "name": found.name,
         "path": found.path.text,
         "manifest_sha256": found.manifest_sha256,
-        "files": found.files,
+        "files": found.files or None,
         "max_file_bytes": found.max_file_bytes,
         "abi": found.abi,
         "written": written,
     }
     if json:
-        output.emit_json("pin", facts)
+        output.emit_json("pin", facts, [] if error is None else [output.error_of(error)])
     else:
         output.facts((key, value) for key, value in facts.items() if value is not None)

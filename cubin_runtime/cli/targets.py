@@ -6,6 +6,11 @@ from typing import Annotated
 
 import typer
 
+from . import completion
+
 Targets = Annotated[
-    list[str], typer.Argument(metavar="PIN-or-PATH...", help="Pinned releases, folders in them, or files.")
+    list[str],
+    typer.Argument(
+        metavar="PIN-or-PATH...", help="Pinned releases, folders in them, or files.", autocompletion=completion.targets
+    ),
 ]

@@ -75,7 +75,8 @@ def verify(
                     report, repaired = repair_store(library, pin, report, advance)
             reports.append((report, repaired))
     if json:
-        output.emit_json("verify", {"releases": [_as_json(report, repaired) for report, repaired in reports]})
+        problems = [output.error_of(problem) for report, _ in reports for problem in report.problems]
+        output.emit_json("verify", {"releases": [_as_json(report, repaired) for report, repaired in reports]}, problems)
     else:
         for report, repaired in reports:
             _print(report, repaired)

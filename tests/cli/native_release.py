@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from json_shape import misfits
 
 from cubin_runtime import cli
 from cubin_runtime._version import KERNELS_VERSION
 from cubin_runtime.artifacts.tables.native_kernels import NativeKernel
+from cubin_runtime.cli.json_schema import schema_of
 
 FOLDER = "ours-1"
 
@@ -48,4 +50,5 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 
 def record(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
     told: dict[str, Any] = json.loads(run(capsys, *arguments, "--json"))
+    assert misfits(told, schema_of("explain")) == []
     return told

@@ -3,9 +3,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
+import time
 from pathlib import Path
 
 import pytest
+from releases import Release, make_release
+from serving import hang, serving
 
 from cubin_runtime import cli
 from cubin_runtime._version import KERNELS_VERSION
@@ -36,6 +40,12 @@ def report(clean: Path, capsys: pytest.CaptureFixture[str]):
 
 def setting(shown: dict, name: str) -> dict:
     return next(s for s in shown["settings"] if s["name"] == name)
+
+
+def verdict(shown: dict, task: str, **about: str) -> str:
+    """State and reason of the first task of that name."""
+    found = next(t for t in shown["tasks"] if t["task"] == task and about.items() <= t.items())
+    return f"{found['state']}, {found['reason']}"
 
 
 def test_it_succeeds_on_a_bare_machine(clean: Path) -> None:
@@ -114,7 +124,7 @@ def test_without_a_driver_it_says_that_launching_will_not_work(report, monkeypat
     from cubin_runtime.cli import doctor
 
     monkeypatch.setattr(doctor, "_driver", lambda: {"present": False, "cuda": None, "devices": [], "problem": "none"})
-    assert "launch: no, none" in report()["will_work"]
+    assert verdict(report(), "launch") == "no, none"
 
 
 def test_a_device_that_no_release_fits_is_named(report, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,26 +133,39 @@ def test_a_device_that_no_release_fits_is_named(report, monkeypatch: pytest.Monk
     device = {"ordinal": 0, "name": "Card", "number": 70, "multiprocessors": 1}
     found = {"present": True, "cuda": "13.0", "devices": [device], "problem": None}
     monkeypatch.setattr(doctor, "_driver", lambda: found)
-    assert "launch on Card (sm_70): no, no local release has a kernel for it" in report()["will_work"]
+    assert verdict(report(), "launch", device="Card (sm_70)") == "no, no local release has a kernel for it"
 
 
 def test_fetching_is_said_to_be_off_when_offline(report) -> None:
-    assert report("--offline")["will_work"][0].startswith("fetch: no")
+    shown = report("--offline")
+    assert {task["state"] for task in shown["tasks"] if task["task"] == "fetch"} == {"no"}
+    assert "offline is set" in verdict(shown, "fetch", release="trtllm-gen-0.6.13")
 
 
 @pytest.mark.parametrize(
-    ("runs", "untried", "sentence"),
+    ("runs", "untried", "said"),
     [
-        (3, 0, "yes, 3 kernels of ours"),
-        (3, 1, "yes, 2 kernels of ours (1 more were built but never run)"),
-        (3, 3, "only when asked for by name, 3 kernels of ours were built but never run"),
+        (3, 0, "launch on Card (sm_80): yes, 3 kernels of ours"),
+        (3, 1, "launch on Card (sm_80): yes, 2 kernels of ours (1 more were built but never run)"),
+        (
+            3,
+            3,
+            "launch on Card (sm_80): no, 3 kernels of ours were built for it and never run; "
+            "next: ask for them by name with backend='hopper'",
+        ),
     ],
 )
-def test_kernels_that_were_never_run_are_told_apart(runs: int, untried: int, sentence: str) -> None:
-    from cubin_runtime.cli import doctor
+def test_kernels_that_were_never_run_are_told_apart(report, runs: int, untried: int, said: str) -> None:
+    from cubin_runtime.cli.doctor_tasks import sentence, tasks_of
 
-    release = {"name": "ours", "runs_on": {"80": runs}, "built_not_run": {"80": untried}}
-    assert doctor._launch_verdict(release, "80") == sentence
+    release = {**report()["releases"][0], "name": "ours", "known_abi": True}
+    device = {"ordinal": 0, "name": "Card", "number": 80, "multiprocessors": 1}
+    shown = {
+        **report(),
+        "releases": [{**release, "runs_on": {"80": runs}, "built_not_run": {"80": untried}}],
+        "driver": {"present": True, "cuda": "13.0", "devices": [device], "problem": None},
+    }
+    assert said in [sentence(task) for task in tasks_of(shown)]
 
 
 def test_a_device_is_answered_from_the_release_at_hand(clean: Path, report, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,10 +200,8 @@ def test_a_device_is_answered_from_the_release_at_hand(clean: Path, report, monk
     found = {"present": True, "cuda": "13.0", "devices": [device], "problem": None}
     monkeypatch.setattr(doctor, "_driver", lambda: found)
     shown = report("--pins", str(clean / "pins.toml"), "--source", str(clean / "tree"))
-    assert (
-        "launch on Card (sm_86): only when asked for by name, 1 kernels of small were built but never run"
-        in shown["will_work"]
-    )
+    said = verdict(shown, "launch", device="Card (sm_86)")
+    assert said == "no, 1 kernels of small were built for it and never run"
 
 
 def test_keys_in_force_are_shown_by_name_and_place(report, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,7 +258,9 @@ def test_nothing_is_called_launchable_without_a_driver(report, monkeypatch: pyte
 
 def test_without_a_store_to_write_it_says_that_fetching_will_not_work(report, clean: Path) -> None:
     (clean / "file").write_text("")
-    assert report("--store", str(clean / "file" / "store"))["will_work"][0] == "fetch: no, the store cannot be written"
+    shown = report("--store", str(clean / "file" / "store"))
+    assert verdict(shown, "fetch", release="trtllm-gen-0.6.13") == "no, the store cannot be written"
+    assert verdict(shown, "store").startswith("no,")
 
 
 def test_it_says_of_missing_kernels_what_the_error_of_a_first_launch_says(report) -> None:
@@ -247,4 +270,140 @@ def test_it_says_of_missing_kernels_what_the_error_of_a_first_launch_says(report
     with pytest.raises(MissingError) as raised:
         Runtime(Config.from_environment({**os.environ, "CUBIN_RUNTIME_OFFLINE": "1"})).native_release()
     assert f"'pip install cubin-runtime-kernels=={KERNELS_VERSION}' installs it" in str(raised.value)
-    assert f"native kernels: no, {raised.value}" in report()["will_work"]
+    (kernels,) = (task for task in report()["tasks"] if task["task"] == "kernels")
+    assert (kernels["state"], f"{kernels['reason']}; {kernels['next']}") == ("no", str(raised.value))
+
+
+@pytest.fixture
+def mirror(clean: Path, monkeypatch: pytest.MonkeyPatch) -> Release:
+    """A release that is pinned, with no source that has it."""
+    made = make_release(clean)
+    monkeypatch.setenv("CUBIN_RUNTIME_PINS", str(made.pin_file))
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    return made
+
+
+def test_a_server_is_not_tried_without_check(report, mirror: Release) -> None:
+    with serving(mirror.root) as server:
+        shown = report("--source", server.url)
+        assert not server.counts
+    assert verdict(shown, "fetch", release="made-1.0") == f"not tried, from {server.url}"
+    assert [s["delivers"] for s in shown["sources"] if s["release"] == "made-1.0"] == [None]
+
+
+def test_check_asks_the_server(report, mirror: Release) -> None:
+    with serving(mirror.root) as server:
+        shown = report("--check", "--source", server.url)
+    assert verdict(shown, "fetch", release="made-1.0") == f"yes, from {server.url}"
+    assert verdict(shown, "fetch", release="hopper-0.1.0").startswith(f"no, {server.url}: ")
+
+
+def test_a_silent_server_is_waited_for_two_seconds(report, mirror: Release) -> None:
+    with serving(mirror.root) as server:
+        server.fault("checksums.txt", hang)
+        began = time.monotonic()
+        shown = report("--check", "--source", server.url)
+        seconds = time.monotonic() - began
+    assert "within 2 s" in verdict(shown, "fetch", release="made-1.0")
+    assert seconds < 10
+
+
+def test_a_name_that_does_not_resolve_is_no(report, mirror: Release) -> None:
+    shown = report("--check", "--source", "https://no-such-host.invalid/tree")
+    assert verdict(shown, "fetch", release="made-1.0").startswith("no, https://no-such-host.invalid/tree: ")
+
+
+def test_a_local_source_is_always_tried(report, mirror: Release) -> None:
+    shown = report("--source", str(mirror.root))
+    assert verdict(shown, "fetch", release="made-1.0") == f"yes, from {mirror.root}"
+
+
+def test_a_release_that_is_in_the_store_is_fetched(report, mirror: Release, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["fetch", "made-1.0", "--source", str(mirror.root)]) == 0
+    capsys.readouterr()
+    assert verdict(report("--offline"), "fetch", release="made-1.0") == "yes, all 3 files are in the store"
+
+
+def test_too_little_room_is_told(report, mirror: Release, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cubin_runtime.cli import doctor
+
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda place: shutil._ntuple_diskusage(100, 99, 1))
+    said = verdict(report("--source", str(mirror.root)), "fetch", release="made-1.0")
+    assert said.startswith("no, about ")
+    assert said.endswith("are needed, 1 bytes are free")
+
+
+def test_a_store_that_refuses_a_file_is_found_by_check(report, clean: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cubin_runtime.artifacts.store.store import Store
+    from cubin_runtime.errors import StoreError
+
+    def refuse(self: Store) -> None:
+        raise StoreError("store: cannot be written: Stale file handle")
+
+    (clean / "store").mkdir()
+    monkeypatch.setattr(Store, "check_writable", refuse)
+    assert verdict(report("--store", str(clean / "store")), "store").startswith("yes")
+    assert verdict(report("--check", "--store", str(clean / "store")), "store") == (
+        "no, store: cannot be written: Stale file handle"
+    )
+
+
+def test_without_a_home_the_rest_is_still_shown(
+    clean: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_STATE_HOME"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", "relative")
+    assert cli.main(["doctor"]) == 2
+    shown = capsys.readouterr()
+    assert "there is no home folder for the store" in shown.err
+    assert "store: no, there is no home folder for the store" in shown.out
+    assert "accelerator: " in shown.out
+    assert "launch: no, " in shown.out
+
+
+def test_pins_that_cannot_be_read_leave_the_built_in_ones(report, clean: Path) -> None:
+    (clean / "pins.toml").write_text("[[pin]]\nname = 1\n")
+    shown = report("--pins", str(clean / "pins.toml"))
+    assert [error["code"] for error in shown["errors"]] == [3]
+    assert "trtllm-gen-0.6.13" in [release["name"] for release in shown["releases"]]
+    assert verdict(shown, "pins").startswith("no, ")
+    assert verdict(shown, "verify") == "no, the pins cannot be read"
+    assert verdict(shown, "fetch") == "no, the pins cannot be read"
+
+
+@pytest.mark.parametrize(
+    ("task", "code"), [("launch", 9), ("kernels", 4), ("fetch:trtllm-gen-0.6.13", 7), ("store", 0), ("verify", 0)]
+)
+def test_a_required_task_sets_the_exit_code(clean: Path, monkeypatch: pytest.MonkeyPatch, task: str, code: int) -> None:
+    from cubin_runtime.cli import doctor
+
+    monkeypatch.setattr(doctor, "_driver", lambda: {"present": False, "cuda": None, "devices": [], "problem": "none"})
+    assert cli.main(["doctor", "--offline", "--require", task]) == code
+
+
+def test_a_requirement_is_met_by_a_source_that_delivers(mirror: Release) -> None:
+    assert cli.main(["doctor", "--require", "fetch:made-1.0", "--source", str(mirror.root)]) == 0
+    assert cli.main(["doctor", "--require", "fetch", "--source", str(mirror.root)]) == 0
+
+
+def test_an_unknown_requirement_is_usage(clean: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--offline", "--require", "launched"]) == 2
+    assert "expected one of pins, store, fetch, verify, kernels, accelerator, launch" in capsys.readouterr().err
+
+
+def test_every_no_comes_with_a_next_step(report, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cubin_runtime.cli import doctor
+
+    monkeypatch.setattr(doctor, "_driver", lambda: {"present": False, "cuda": None, "devices": [], "problem": "none"})
+    without = [task["task"] for task in report("--offline")["tasks"] if task["state"] != "yes" and not task["next"]]
+    assert without == []
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_the_accelerator_is_shown(report, monkeypatch: pytest.MonkeyPatch, installed: bool) -> None:
+    from cubin_runtime.launch import accelerator
+
+    monkeypatch.setattr(accelerator, "accelerator", lambda: object() if installed else None)
+    assert report()["accelerator"]["installed"] == installed
+    assert verdict(report(), "accelerator").startswith("yes" if installed else "no")

@@ -9,9 +9,11 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+from json_shape import misfits
 
 from cubin_runtime import cli
 from cubin_runtime.artifacts.tables.metadata import HEADER_PATH
+from cubin_runtime.cli.json_schema import schema_of
 
 FOLDER = "small-1/fmha/trtllm-gen"
 TYPES = ("mDataTypeQ", "mDataTypeKv", "mDataTypeO")
@@ -68,7 +70,7 @@ def record(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, 
 
 
 def test_flags_alone_find_a_kernel_and_say_why(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
-    out = run(capsys, *arguments)
+    out = run(capsys, *arguments, "--candidates")
     assert "fmhaSm100fKernel_Q8Mode3" in out
     assert "32 query heads over 8 KV heads" in out
     assert "mNumHeadsQPerKv\tint32\t4\tquery heads that share a KV head" in out
@@ -76,9 +78,25 @@ def test_flags_alone_find_a_kernel_and_say_why(capsys: pytest.CaptureFixture[str
 
 
 def test_candidates_come_with_their_cost(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
-    out = run(capsys, *arguments, "--q-len", 6, "--heads-kv", 4)
+    out = run(capsys, *arguments, "--q-len", 6, "--heads-kv", 4, "--candidates")
     assert "\t32\tno kernel\t" in out
     assert "fmhaSm100fKernel_Q16Mode1" in out
+
+
+@pytest.mark.parametrize("beside", [[], ["--batch", 300], ["--q-len", 6, "--heads-kv", 4]])
+def test_the_choice_alone_is_at_most_twelve_lines(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], beside: list[object]
+) -> None:
+    lines = run(capsys, *arguments, *beside).splitlines()
+    assert lines[0].startswith("kernel ")
+    assert len(lines) <= 12
+
+
+def test_what_no_kernel_can_do_is_an_error_in_json(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    code = cli.main([*arguments, "--q-len", "6", "--heads-kv", "4", "--policy", "reference", "--json"])
+    shown = json.loads(capsys.readouterr().out)
+    assert (code, shown["errors"][0]["code"]) == (2, 2)
+    assert misfits(shown, schema_of("explain")) == []
 
 
 def test_the_policy_of_the_reference_refuses_what_ours_passes_over(
@@ -91,7 +109,8 @@ def test_the_policy_of_the_reference_refuses_what_ours_passes_over(
 
 def test_json_has_the_keys_of_a_record(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
     stated = record(capsys, *arguments, "--batch", 300)
-    assert (stated["verb"], stated["policy"], stated["ok"]) == ("explain", "best", True)
+    assert (stated["verb"], stated["policy"], stated["errors"]) == ("explain", "best", [])
+    assert misfits(stated, schema_of("explain")) == []
     assert {"kernel", "grid", "block", "smem", "attrs", "tma", "params", "params_hex", "reduction", "lse"} <= set(
         stated
     )

@@ -20,7 +20,7 @@ def arguments(tmp_path: Path) -> list[str]:
 def test_an_append_tells_its_tokens_and_what_it_converts(
     capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:
-    out = run(capsys, *arguments, "--op", "append", "--batch", 64, "--q-len", 512, "--dtype-kv", "e4m3")
+    out = run(capsys, *arguments, "--op", "append", "--batch", 64, "--q-len", 512, "--dtype-kv", "e4m3", "--candidates")
     assert "kernel      append_kv_bf16_to_e4m3_sm90a\n" in out
     assert "tokens      32768, about 42 of a CTA\nconversion  bf16 to e4m3\n" in out
     assert "append_kv_copy_sm90a\tquantise is none\n" in out

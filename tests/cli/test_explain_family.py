@@ -59,9 +59,9 @@ def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_its_facts_and_candidates_are_told(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
-    assert run(capsys, *arguments, "--q-len", 300).splitlines() == [
+    assert run(capsys, *arguments, "--q-len", 300, "--candidates").splitlines() == [
         "device     H200, 132 multiprocessors",
-        f"elsewhere  1 context kernels built for {PORTABLE[0].architecture}",
+        f"other SMs  1 more context kernels for {PORTABLE[0].architecture}",
         f"kernel     {CHOSEN.name}",
         "why        because",
         f"grid       5 CTAs of {CHOSEN.threads} threads, {CHOSEN.dynamic_shared_bytes} bytes shared memory",

@@ -67,7 +67,7 @@ def test_targets_of_one_release_are_put_together(filled: Release, tmp_path: Path
 
 def test_json_reports_an_export(filled: Release, tmp_path: Path, run_json) -> None:
     code, shown = run_json("export", "made-1.0", "--out", tmp_path / "x.zip", "--compress")
-    assert (code, shown["schema"], shown["verb"], shown["files"]) == (0, 1, "export", 4)
+    assert (code, shown["schema"], shown["verb"], shown["files"]) == (0, 2, "export", 4)
     assert shown["archive_bytes"] == (tmp_path / "x.zip").stat().st_size
 
 

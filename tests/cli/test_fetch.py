@@ -78,7 +78,7 @@ def test_a_dry_run_says_about_how_much(release: Release, store: Path, capsys: py
 
 def test_json_reports_a_fetch(release: Release, capsys: pytest.CaptureFixture[str]) -> None:
     code, shown = run_json(capsys, "fetch", "made-1.0", "--source", str(release.root))
-    assert (code, shown["schema"], shown["verb"], shown["errors"]) == (0, 1, "fetch", [])
+    assert (code, shown["schema"], shown["verb"], shown["errors"]) == (0, 2, "fetch", [])
     assert shown["releases"][0]["fetched"] == 3
 
 
@@ -272,3 +272,20 @@ def test_different_causes_are_counted(release: Release, store: Path, capsys: pyt
         f"    1 files: {server.url}: status 403",
         f"    1 files: {server.url}: status 404",
     ]
+
+
+def test_verbose_logs_every_file_with_its_source(release: Release, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fetch", "made-1.0", "--source", str(release.root), "-v"]) == 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if "fetched" in line]
+    assert sorted(lines) == sorted(
+        f"INFO cubin_runtime: fetched {release.path(name)}: {len(data)} bytes from {release.root}"
+        for name, data in release.files.items()
+    )
+
+
+def test_an_audit_log_is_kept_on_request(release: Release, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBIN_RUNTIME_AUDIT", str(tmp_path / "audit.jsonl"))
+    assert main(["fetch", "made-1.0", "--source", str(release.root)]) == 0
+    assert main(["verify", "made-1.0"]) == 0
+    events = [json.loads(line)["event"] for line in (tmp_path / "audit.jsonl").read_text().splitlines()]
+    assert events == ["fetch", "fetch", "fetch", "verify"]

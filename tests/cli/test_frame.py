@@ -121,7 +121,7 @@ def test_with_json_a_failure_is_one_object_on_the_standard_output(
     verb_that_raises(PinError("not pinned"))
     cli.main(["fail", "--json"])
     assert json.loads(capsys.readouterr().out) == {
-        "schema": 1,
+        "schema": 2,
         "verb": "fail",
         "errors": [{"code": 3, "kind": "PinError", "message": "not pinned"}],
     }

@@ -77,3 +77,60 @@ def test_a_damaged_manifest_of_another_release_is_code_5(two: tuple[Release, Rel
     place.chmod(0o644)
     place.write_bytes(b"damaged")
     assert main(["gc", "old-1.0"]) == 5
+
+
+def test_what_an_unpinned_release_left_is_removed(
+    two: tuple[Release, Release], store: Path, monkeypatch: pytest.MonkeyPatch, run_json
+) -> None:
+    old, new = two
+    monkeypatch.setenv("CUBIN_RUNTIME_PINS", str(new.pin_file))
+    code, shown = run_json("gc", "--unreferenced", "--older-than", "0", "--dry-run")
+    assert (code, shown["unreferenced"]["removed"], len(visible_files(store))) == (0, 2, 5)
+    assert run_json("gc", "--unreferenced", "--older-than", "0")[1]["unreferenced"]["removed"] == 2
+    assert len(visible_files(store)) == 3
+    assert main(["verify", "new-1.0", "--complete"]) == 0
+
+
+def test_nothing_of_a_pinned_release_is_unreferenced(two: tuple[Release, Release], store: Path, run_json) -> None:
+    assert run_json("gc", "--unreferenced", "--older-than", "0")[1]["unreferenced"]["removed"] == 0
+    assert len(visible_files(store)) == 5
+
+
+def test_young_objects_stay(
+    two: tuple[Release, Release], store: Path, monkeypatch: pytest.MonkeyPatch, run_json
+) -> None:
+    monkeypatch.setenv("CUBIN_RUNTIME_PINS", str(two[1].pin_file))
+    assert run_json("gc", "--unreferenced")[1]["unreferenced"]["removed"] == 0
+    assert len(visible_files(store)) == 5
+
+
+def test_unpin_names_what_removes_the_files(environment: Path, capsys: pytest.CaptureFixture[str], store: Path) -> None:
+    release = make_release(environment)
+    digest = release.pin.manifest_sha256
+    assert main(["pin", "made/fmha", "--sha256", digest, "--source", str(release.root)]) == 0
+    assert main(["fetch", "made-fmha", "--source", str(release.root)]) == 0
+    assert main(["unpin", "made-fmha"]) == 0
+    assert "'cubin-runtime gc --unreferenced' removes them" in capsys.readouterr().err
+    assert main(["gc", "--unreferenced", "--older-than", "0"]) == 0
+    assert visible_files(store) == []
+
+
+def test_usage_tells_each_release_its_share(two: tuple[Release, Release], run_json) -> None:
+    code, shown = run_json("usage")
+    shares = {one["release"]: one for one in shown["releases"]}
+    manifests = [release.root / release.pin.path.text / "checksums.txt" for release in two]
+    sizes = [file.stat().st_size for file in manifests]
+    assert code == 0
+    assert (shares["old-1.0"]["objects"], shares["old-1.0"]["bytes"]) == (3, 200 + sizes[0])
+    assert shares["old-1.0"]["alone_bytes"] == 100 + sizes[0]
+    assert (shown["objects"], shown["bytes"], shown["unreferenced"]) == (5, 300 + sum(sizes), 0)
+    assert shares["trtllm-gen-0.6.13"]["bytes"] is None
+
+
+def test_usage_counts_what_no_pin_needs(
+    two: tuple[Release, Release], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUBIN_RUNTIME_PINS", str(two[1].pin_file))
+    capsys.readouterr()
+    assert main(["usage"]) == 0
+    assert "needed by no pinned release\t2\t" in capsys.readouterr().out

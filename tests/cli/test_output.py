@@ -41,7 +41,7 @@ def test_cells_of_a_piped_table_are_never_cut(capsys: pytest.CaptureFixture[str]
 
 def test_json_carries_the_schema_number_and_the_verb(capsys: pytest.CaptureFixture[str]) -> None:
     output.emit_json("verify", {"ok": 1})
-    assert json.loads(capsys.readouterr().out) == {"schema": 1, "verb": "verify", "ok": 1}
+    assert json.loads(capsys.readouterr().out) == {"schema": 2, "verb": "verify", "errors": [], "ok": 1}
 
 
 def test_json_is_ascii(capsys: pytest.CaptureFixture[str]) -> None:

@@ -85,7 +85,7 @@ def test_no_source_with_the_folder_is_code_7(release: Release, tmp_path: Path) -
 def test_json_shows_what_was_written(release: Release, pin_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert pin(release, "--sha256", release.pin.manifest_sha256, "--json") == 0
     shown = json.loads(capsys.readouterr().out)
-    assert (shown["schema"], shown["verb"], shown["files"]) == (1, "pin", 3)
+    assert (shown["schema"], shown["verb"], shown["files"]) == (2, "pin", 3)
     assert shown["written"] == str(pin_file)
 
 

@@ -7,11 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from json_shape import misfits
 from recorded_calls import decode_call
 
 from cubin_runtime.cli import main
 from cubin_runtime.debug.recorded.call import RecordedCall
 from cubin_runtime.debug.recorded.call_file import write_call
+from cubin_runtime.cli.json_schema import schema_of
 from cubin_runtime.launch.driver import Driver
 
 Shown = pytest.CaptureFixture[str]
@@ -52,6 +54,7 @@ def test_a_wrong_output_is_code_9(tmp_path: Path, capsys: Shown) -> None:
 def test_the_report_is_json(tmp_path: Path, capsys: Shown) -> None:
     assert main(["replay", written(tmp_path, decode_call()), "--json", "--reference-only"]) == 0
     shown = json.loads(capsys.readouterr().out)
+    assert misfits(shown, schema_of("replay")) == []
     assert (shown["verb"], shown["not_run"]) == ("replay", "--reference-only")
     (call,) = shown["calls"]
     assert (call["operator"], call["ok"], call["same_bits"]) == ("paged_decode", True, None)

@@ -22,28 +22,31 @@ _TABLE = re.compile(r"^[ \t]*\[\[[ \t]*pin[ \t]*\]\]", re.MULTILINE)
 
 
 def make_pin(
-    manifest_data: bytes,
+    manifest_data: bytes | None,
     folder: ArtifactPath,
     origin: str,
     *,
+    sha256: str | None = None,
     name: str | None = None,
     abi: str | None = None,
     licence: str = "unknown",
     max_file_bytes: int | None = None,
     sources: tuple[str, ...] = (),
 ) -> Pin:
-    """A pin for a release whose manifest is available locally; the sum of its files' sizes stays unknown.
+    """A pin for a release; the sum of its files' sizes stays unknown.
+
+    With ``manifest_data`` None the number of files is unknown, too, and ``sha256`` is the digest of the manifest.
 
     Raises:
         CorruptError: the bytes are not a manifest.
         PinError: ``name``, ``abi`` or ``licence`` is outside its domain.
     """
-    manifest = parse_manifest(manifest_data, folder, origin)
+    manifest = None if manifest_data is None else parse_manifest(manifest_data, folder, origin)
     made = Pin(
         name=name or re.sub(r"[^A-Za-z0-9._+-]", "-", folder.text).lstrip("._+-")[:128] or "release",
         path=folder,
-        manifest_sha256=manifest.sha256,
-        files=len(manifest.digests),
+        manifest_sha256=(sha256 or "") if manifest is None else manifest.sha256,
+        files=0 if manifest is None else len(manifest.digests),
         bytes=0,
         max_file_bytes=max_file_bytes or DEFAULT_MAX_FILE_BYTES,
         index_sha256=None,

@@ -77,7 +77,7 @@ def read_pin_file(file: Path, keys: Sequence[PinKey], state: Path | None = None)
         PinError: it cannot be read.
         SignatureError: it is not signed, or by none of the keys; or it has expired, or is an older one put back.
     """
-    data = _read(file, MAX_PIN_FILE_BYTES, "pins")
+    data = read_small_file(file, MAX_PIN_FILE_BYTES, "pins")
     if keys:
         check_statement(file, data, [key.name for key in signers_of(file, data, keys)], state)
     return data
@@ -92,7 +92,7 @@ def signers_of(file: Path, data: bytes, keys: Sequence[PinKey]) -> tuple[PinKey,
     beside = file.with_name(file.name + SIGNATURE_SUFFIX)
     if not os.path.lexists(beside):
         raise SignatureError(f"{file}: is not signed ({beside.name} is missing), and {KEYS_VARIABLE} is set")
-    signatures = _signatures(_read(beside, MAX_KEY_FILE_BYTES, "signature"), str(beside))
+    signatures = _signatures(read_small_file(beside, MAX_KEY_FILE_BYTES, "signature"), str(beside))
     if signers := tuple(key for key in keys if any(key.verifies(one, data) for one in signatures)):
         return signers
     names = ", ".join(key.name for key in keys)
@@ -119,7 +119,7 @@ def _keys_of(text: str) -> list[PinKey]:
 
     if _RAW_KEY.fullmatch(text):
         return [_key(Ed25519PublicKey.from_public_bytes(bytes.fromhex(text)), KEYS_VARIABLE)]
-    data = _read(local_path(text, KEYS_VARIABLE), MAX_KEY_FILE_BYTES, "pin keys")
+    data = read_small_file(local_path(text, KEYS_VARIABLE), MAX_KEY_FILE_BYTES, "pin keys")
     found: list[PinKey] = []
     for block in _PEM_KEY.findall(data):
         try:
@@ -158,7 +158,8 @@ def _refuse_weak_point(raw: bytes, origin: str) -> None:
         raise SignatureError(f"{origin}: the key {raw.hex()} is a point of small order, for which anybody can sign")
 
 
-def _read(file: Path, limit: int, what: str) -> bytes:
+def read_small_file(file: Path, limit: int, what: str) -> bytes:
+    """The bytes of a file of at most ``limit`` bytes; raises ``SignatureError`` if they cannot be read."""
     try:
         return read_regular(file, limit)
     except OSError as error:

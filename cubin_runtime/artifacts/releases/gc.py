@@ -58,6 +58,40 @@ class LeftoverReport:
     dry_run: bool
 
 
+@dataclass(frozen=True, slots=True)
+class UnreferencedReport:
+    """Objects that no pinned release needs, and their bytes: removed, or in a dry run found."""
+
+    removed: int
+    bytes: int
+    dry_run: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseUsage:
+    """Objects of a release in the store and their bytes; ``alone_bytes`` of them no other pinned release needs.
+
+    None: its manifest is not available locally, so its objects are not known.
+    """
+
+    release: str
+    objects: int | None
+    bytes: int | None
+    alone_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class StoreUsage:
+    """The store's objects by release; ``unreferenced`` objects are needed by no pinned release."""
+
+    releases: tuple[ReleaseUsage, ...]
+    objects: int
+    bytes: int
+    unreferenced: int
+    unreferenced_bytes: int
+    quarantined: int
+
+
 def collect(library: Library, pins: Sequence[Pin], *, dry_run: bool = False) -> CollectReport:
     """Remove the releases' objects from the store, but none that another release present needs.
 
@@ -113,6 +147,61 @@ def collect_leftovers(store: Store, *, older_than: float = LEFTOVER_SECONDS, dry
         quarantined = remove_quarantined(store.root, older_than=older_than, dry_run=dry_run)
         temporaries = remove_temporaries(store.root, older_than=older_than, dry_run=dry_run)
     return LeftoverReport(len(temporaries), len(quarantined), sum(temporaries) + sum(quarantined), dry_run)
+
+
+def collect_unreferenced(
+    library: Library, *, older_than: float = LEFTOVER_SECONDS, dry_run: bool = False
+) -> UnreferencedReport:
+    """Remove objects that no pinned release needs, such as those of a release that was unpinned.
+
+    Only pins known here are considered: in a store that others share, what they alone have pinned is removed, too.
+    Objects that changed within ``older_than`` seconds stay, as a fetch may be about to need them.
+
+    Raises:
+        CorruptError, SourceError: what a pinned release needs is not known.
+        StoreError: the store cannot be read or written.
+    """
+    others = _Others(library, library.pins)
+    newest = time.time() - older_than
+    sizes = {digest: size for digest, size, changed in library.store.objects() if changed <= newest}
+    doomed = sorted(digest for digest in sizes if digest not in others.needed)
+    removed = doomed
+    if doomed and not dry_run:
+        library.store.check_writable()
+        removed = _remove_all(library.store, doomed, others)
+    return UnreferencedReport(len(removed), sum(sizes[digest] for digest in removed), dry_run)
+
+
+def store_usage(library: Library) -> StoreUsage:
+    """What each pinned release takes of the store, and what none of them needs.
+
+    Raises:
+        CorruptError, SourceError, StoreError: as ``collect_unreferenced``.
+    """
+    sizes = {digest: size for digest, size, _ in library.store.objects()}
+    needs = {pin.name: _needs(library, pin) for pin in library.pins}
+    shares: list[ReleaseUsage] = []
+    for name, needed in needs.items():
+        own = (needed or set()) & sizes.keys()
+        others = set[str]().union(*(other or set() for one, other in needs.items() if one != name))
+        alone = own - others
+        shares.append(
+            ReleaseUsage(
+                release=name,
+                objects=None if needed is None else len(own),
+                bytes=None if needed is None else sum(sizes[digest] for digest in own),
+                alone_bytes=None if needed is None else sum(sizes[digest] for digest in alone),
+            )
+        )
+    unreferenced = sizes.keys() - set[str]().union(*(needed or set() for needed in needs.values()))
+    return StoreUsage(
+        releases=tuple(shares),
+        objects=len(sizes),
+        bytes=sum(sizes.values()),
+        unreferenced=len(unreferenced),
+        unreferenced_bytes=sum(sizes[digest] for digest in unreferenced),
+        quarantined=len(library.store.quarantined()),
+    )
 
 
 class _Others:

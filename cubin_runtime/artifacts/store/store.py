@@ -84,6 +84,21 @@ class Store:
             odd.update(name for name, is_file in kinds.items() if not is_file)
         return found, odd
 
+    def objects(self) -> Iterator[tuple[str, int, float]]:
+        """Digest, size in bytes and time of the last change of every object, whatever its bytes are.
+
+        Raises:
+            StoreError: the store cannot be read.
+        """
+        with store_errors(str(self.root)), suppress(FileNotFoundError), open_folder(self.root, OBJECTS) as objects:
+            for prefix in sorted(os.listdir(objects)):
+                with suppress(NotADirectoryError, FileNotFoundError), open_folder(self.root, OBJECTS, prefix) as folder:
+                    for name in sorted(os.listdir(folder)):
+                        with suppress(FileNotFoundError):
+                            status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+                            if _SHA256.fullmatch(name) and stat.S_ISREG(status.st_mode):
+                                yield name, status.st_size, max(status.st_mtime, status.st_ctime)
+
     def quarantined(self) -> set[str]:
         """Digests of the objects that were moved aside because their bytes were wrong.
 

@@ -38,7 +38,7 @@ def explain_launches(
         head += [("launches", len(selections)), *([("predicted", f"{total:.1f} us")] if estimates else [])]
     if elsewhere:
         targets = ", ".join(sorted(set(map(str, elsewhere.values()))))
-        head.append(("elsewhere", f"{len(elsewhere)} {names['operation']} kernels built for {targets}"))
+        head.append(("other SMs", f"{len(elsewhere)} more {names['operation']} kernels for {targets}"))
     if pdl:
         head.append(("attributes", "programmatic dependent launch"))
     sections: list[Facts | Table] = [tuple(head)] if len(selections) > 1 else []

@@ -75,7 +75,7 @@ class DecodeSelection(Selection):
             size = self.cluster_size
             split = f"a cluster of {size} CTAs per output tile" if size > 1 else "one CTA per output tile"
         rows = f"{min(shape.rows, self.max_rows)} in {self.row_tiles} x {self.kernel.traits['rows']}"
-        return ("rows", rows), ("splits", self.splits or f"0: {split}")
+        return ("rows", rows), ("splits", self.splits or split)
 
 
 def select_decode(

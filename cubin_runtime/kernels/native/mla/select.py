@@ -95,7 +95,7 @@ class MlaSelection(Selection):
         """CTA groups, the rows of a request and how its keys are split."""
         groups = f"{self.ctas // self.cta_group_size} of {self.cta_group_size} CTAs, one CTA per row tile of a request"
         rows = f"{shape.rows} in {self.row_tiles} x {self.kernel.traits['rows']}"
-        return ("groups", groups), ("rows", rows), ("splits", self.splits or "0: stream-K over all output tiles")
+        return ("groups", groups), ("rows", rows), ("splits", self.splits or "stream-K over all output tiles")
 
 
 def select_mla_decode(kernels: Iterable[NativeKernel], shape: MlaShape, device: DeviceFacts) -> MlaSelection:

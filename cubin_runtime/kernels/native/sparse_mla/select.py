@@ -44,7 +44,7 @@ class SparseMlaSelection(Selection):
         """CTA groups, the rows of a token and how its list is split."""
         groups = f"{self.ctas // self.cta_group_size} of {self.cta_group_size} CTAs, one CTA per row tile of a token"
         rows = f"{shape.heads} in {self.row_tiles} x {self.kernel.traits['rows']}"
-        return ("groups", groups), ("rows", rows), ("splits", self.splits or "0: stream-K over all output tiles")
+        return ("groups", groups), ("rows", rows), ("splits", self.splits or "stream-K over all output tiles")
 
 
 def select_sparse_mla(

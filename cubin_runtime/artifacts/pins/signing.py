@@ -1,0 +1,155 @@
+"""Keys and signatures of pin files, on the machine that has the private key; ``signatures`` checks them elsewhere."""
+
+from __future__ import annotations
+
+import base64
+import os
+import re
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...errors import StoreError, UsageError
+from ...values import dataclass
+from ..atomic_write import replace_file, write_all
+from ..bounded_read import digest_of
+from .bounded_toml import read_toml
+from .pin import parse_pins
+from .signatures import MAX_KEY_FILE_BYTES, SIGNATURE_SUFFIX, read_pin_file, read_small_file
+from .signed_statement import MAX_VERSION, STATEMENT, SignatureError, read_statement
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+PUBLIC_SUFFIX = ".pub"
+_TABLE = re.compile(rf"^[ \t]*\[[ \t]*{STATEMENT}[ \t]*\][^\n]*\n(?:(?![ \t]*\[)[^\n]*\n)*", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class KeyPair:
+    """A new key: its files, its name in messages, and the public key as 64 hex digits."""
+
+    private: Path
+    public: Path
+    name: str
+    public_hex: str
+
+
+@dataclass(frozen=True, slots=True)
+class Signing:
+    """What was signed: the file, its signature, the version and expiry that it states, and by which keys."""
+
+    file: Path
+    signature: Path
+    version: int
+    expires: str | None
+    keys: tuple[str, ...]
+
+
+def make_key(private: Path) -> KeyPair:
+    """Make an Ed25519 key: ``private`` (PEM, readable by its owner alone) and ``private.pub`` beside it.
+
+    Raises:
+        UsageError: one of the files exists already.
+        StoreError: they cannot be written.
+        SignatureError: the package ``cryptography`` is missing.
+    """
+    _need_cryptography("making a key")
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    public = private.with_name(private.name.removesuffix(".key") + PUBLIC_SUFFIX)
+    key = Ed25519PrivateKey.generate()
+    pem = serialization.Encoding.PEM
+    secret = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    for file in (private, public):
+        if os.path.lexists(file):
+            raise UsageError(f"{file}: exists already, and a key is never overwritten")
+    _write_new(private, secret, 0o600)
+    _write_new(public, key.public_key().public_bytes(pem, serialization.PublicFormat.SubjectPublicKeyInfo), 0o644)
+    raw = key.public_key().public_bytes_raw()
+    return KeyPair(private, public, digest_of(raw)[:16], raw.hex())
+
+
+def sign_pin_file(
+    file: Path, keys: Sequence[Path], *, version: int | None = None, expires: datetime | None = None
+) -> Signing:
+    """State name, version and expiry at the top of a pin file, and sign its bytes into ``file.sig``.
+
+    Args:
+        file: the pin file; its ``[signed]`` table is replaced.
+        keys: files of private keys (PEM, without a password); each signs.
+        version: the version to state; None: one more than the file states, 1 if it states none.
+        expires: with a time zone; None: as the file states.
+
+    Raises:
+        UsageError: there is no key, or the version or the expiry is outside its domain.
+        PinError: the file is not a pin file.
+        SignatureError: a key cannot be read, or the package ``cryptography`` is missing.
+        StoreError: a file cannot be written.
+    """
+    if not keys:
+        raise UsageError("sign: expected the file of a private key at least")
+    if expires is not None and expires.tzinfo is None:
+        raise UsageError(f"expires {expires.isoformat()}: expected a time zone, for example 2027-01-31T00:00:00Z")
+    private = [_private_key(key) for key in keys]
+    data = read_pin_file(file, ())
+    pins = parse_pins(data, str(file))
+    said = read_statement(data, str(file)) if STATEMENT in read_toml(data, str(file)) else None
+    version = version if version is not None else 1 if said is None else said.version + 1
+    if not 1 <= version <= MAX_VERSION:
+        raise UsageError(f"version {version}: expected 1 to {MAX_VERSION}")
+    if said is not None and version < said.version:
+        raise UsageError(f"version {version}: {file} states {said.version} already, and hosts refuse an older one")
+    until = expires if expires is not None or said is None else said.expires
+    header = [f"[{STATEMENT}]", f'file = "{file.name}"', f"version = {version}"]
+    if until is not None:
+        header.append(f"expires = {until.isoformat()}")
+    signed = ("\n".join(header) + "\n\n" + _TABLE.sub("", data.decode() + "\n").strip("\n") + "\n").encode()
+    if parse_pins(signed, str(file)) != pins or read_statement(signed, str(file)).version != version:
+        raise SignatureError(f"{file}: its [{STATEMENT}] table cannot be replaced; write it at the top of the file")
+    signatures = [key.sign(signed) for key in private]
+    beside = file.with_name(file.name + SIGNATURE_SUFFIX)
+    try:
+        replace_file(file, signed)
+        replace_file(beside, b"".join(base64.b64encode(one) + b"\n" for one in signatures))
+    except OSError as error:
+        raise StoreError(f"{error.filename or file}: cannot be written: {error.strerror}") from None
+    names = tuple(digest_of(key.public_key().public_bytes_raw())[:16] for key in private)
+    return Signing(file, beside, version, None if until is None else until.isoformat(), names)
+
+
+def _private_key(file: Path) -> Ed25519PrivateKey:
+    _need_cryptography("signing")
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    data = read_small_file(file, MAX_KEY_FILE_BYTES, "private key")
+    try:
+        key = serialization.load_pem_private_key(data, None)
+    except Exception as error:  # the library raises its own and OpenSSL's, all of one meaning here
+        raise SignatureError(
+            f"{file}: cannot be read as a private key without a password: {type(error).__name__}"
+        ) from None
+    if not isinstance(key, Ed25519PrivateKey):
+        raise SignatureError(f"{file}: expected an Ed25519 private key, got a {type(key).__name__}")
+    return key
+
+
+def _need_cryptography(what: str) -> None:
+    try:
+        import cryptography.exceptions  # noqa: F401
+    except ImportError:
+        raise SignatureError(f"{what} needs the package 'cryptography': pip install 'cubin-runtime[signing]'") from None
+
+
+def _write_new(file: Path, data: bytes, mode: int) -> None:
+    try:
+        handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+        try:
+            write_all(handle, data)
+        finally:
+            os.close(handle)
+    except OSError as error:
+        raise StoreError(f"{file}: cannot be written: {error.strerror}") from None

@@ -1,0 +1,67 @@
+"""Completion of names in a shell: pinned releases and groups, their folders and files, and the values of filters."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+DTYPES = ("bf16", "fp16", "e4m3", "e2m1", "int8")
+FAMILIES = ("decode", "prefill", "fmha", "mla", "append", "merge", "hopper", "trtllm-gen")
+SMS = ("80", "86", "89", "90", "100", "103", "120")
+HEAD_DIMS = ("64", "128", "192", "256", "512", "576")
+
+
+def targets(incomplete: str) -> list[str]:
+    """Names of releases and groups; else the next part of artifact paths in releases whose manifest is local."""
+    from ..artifacts.library import Library
+    from ..errors import CubinRuntimeError
+    from . import options
+
+    with suppress(CubinRuntimeError):
+        library = Library(options.make_config(offline=True))
+        names = {pin.name for pin in library.pins} | {group for pin in library.pins for group in pin.groups}
+        if found := sorted(name for name in names if name.startswith(incomplete)):
+            return found
+        paths = {f"{pin.path}/" for pin in library.pins}
+        for pin in library.pins:
+            if incomplete.startswith(f"{pin.path}/"):
+                with suppress(CubinRuntimeError):
+                    paths |= {path.text for path in library.manifest(pin, network=False).digests}
+        return sorted({_next_part(path, incomplete) for path in paths if path.startswith(incomplete)})
+    return []
+
+
+def dtypes(incomplete: str) -> list[str]:
+    """Element types of kernels."""
+    return _starting(DTYPES, incomplete)
+
+
+def families(incomplete: str) -> list[str]:
+    """Families and uses of kernels."""
+    return _starting(FAMILIES, incomplete)
+
+
+def sms(incomplete: str) -> list[str]:
+    """Numbers of devices."""
+    return _starting(SMS, incomplete)
+
+
+def head_dims(incomplete: str) -> list[str]:
+    """Head dimensions of kernels."""
+    return _starting(HEAD_DIMS, incomplete)
+
+
+def tasks(incomplete: str) -> list[str]:
+    """What ``doctor --require`` takes."""
+    from .doctor_tasks import TASKS
+
+    return _starting(TASKS, incomplete)
+
+
+def _starting(words: tuple[str, ...], incomplete: str) -> list[str]:
+    return [word for word in words if word.startswith(incomplete)]
+
+
+def _next_part(path: str, incomplete: str) -> str:
+    """A path up to its next slash after what was typed."""
+    head, slash, _ = path[len(incomplete) :].partition("/")
+    return incomplete + head + slash

@@ -1,0 +1,122 @@
+"""``keygen`` and ``sign`` make what ``CUBIN_RUNTIME_PIN_KEYS`` checks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from releases import Release
+
+from cubin_runtime.artifacts.pins.pin import parse_pins
+from cubin_runtime.cli import main
+
+pytest.importorskip("cryptography")
+
+
+@pytest.fixture
+def key(environment: Path) -> Path:
+    assert main(["keygen", str(environment / "pins.key")]) == 0
+    return environment / "pins.key"
+
+
+@pytest.fixture
+def checked(release: Release, key: Path, monkeypatch: pytest.MonkeyPatch) -> Release:
+    """A host that takes only pin files that the key signed."""
+    monkeypatch.setenv("CUBIN_RUNTIME_PIN_KEYS", str(key.with_suffix(".pub")))
+    return release
+
+
+def sign(release: Release, key: Path, *arguments: str) -> int:
+    return main(["sign", str(release.pin_file), "--key", str(key), *arguments])
+
+
+def test_the_private_key_is_readable_by_its_owner_alone(key: Path) -> None:
+    assert key.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_key_is_never_overwritten(key: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = key.read_bytes()
+    assert main(["keygen", str(key)]) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert key.read_bytes() == before
+
+
+def test_a_signed_file_is_taken_and_an_unsigned_one_is_not(checked: Release, key: Path) -> None:
+    assert main(["list"]) == 3
+    assert sign(checked, key) == 0
+    assert main(["list"]) == 0
+
+
+def test_the_public_key_may_be_given_as_hex(
+    checked: Release, key: Path, monkeypatch: pytest.MonkeyPatch, run_json
+) -> None:
+    other = key.with_name("other.key")
+    _, shown = run_json("keygen", other)
+    assert sign(checked, other) == 0
+    monkeypatch.setenv("CUBIN_RUNTIME_PIN_KEYS", shown["public_hex"])
+    assert main(["list"]) == 0
+
+
+def test_signing_keeps_the_pins(checked: Release, key: Path) -> None:
+    before = parse_pins(checked.pin_file.read_bytes(), "before")
+    assert sign(checked, key, "--expires", "2099-12-31T00:00:00Z") == 0
+    assert sign(checked, key) == 0
+    text = checked.pin_file.read_text()
+    assert parse_pins(text.encode(), "after") == before
+    assert text.startswith(
+        f'[signed]\nfile = "{checked.pin_file.name}"\nversion = 2\nexpires = 2099-12-31T00:00:00+00:00'
+    )
+    assert text.count("[signed]") == 1
+
+
+def test_a_changed_file_no_longer_fits_its_signature(checked: Release, key: Path) -> None:
+    assert sign(checked, key) == 0
+    checked.pin_file.write_text(checked.pin_file.read_text() + "# more\n")
+    assert main(["list"]) == 3
+
+
+def test_several_keys_sign_for_a_rotation(checked: Release, key: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    new = key.with_name("new.key")
+    assert main(["keygen", str(new)]) == 0
+    assert sign(checked, key, "--key", str(new)) == 0
+    for one in ("pins.pub", "new.pub"):
+        monkeypatch.setenv("CUBIN_RUNTIME_PIN_KEYS", str(key.with_name(one)))
+        assert main(["list"]) == 0
+
+
+def test_an_expired_file_is_refused(checked: Release, key: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert sign(checked, key, "--expires", "2001-01-01T00:00:00Z") == 0
+    assert main(["list"]) == 3
+    assert "expired" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["--expires", "tomorrow"], 2, "expected a time with its zone"),
+        (["--expires", "2099-12-31T00:00:00"], 2, "expected a time with its zone"),
+        (["--version", "1"], 2, "states 2 already"),
+        (["--key", "none.key"], 3, "private key cannot be read"),
+    ],
+)
+def test_what_cannot_be_signed_is_told(
+    checked: Release, key: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, said: str
+) -> None:
+    assert sign(checked, key, "--version", "2") == 0
+    before = checked.pin_file.read_bytes()
+    capsys.readouterr()
+    assert sign(checked, key, *arguments) == code
+    assert said in capsys.readouterr().err
+    assert checked.pin_file.read_bytes() == before
+
+
+def test_a_public_key_does_not_sign(checked: Release, key: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert sign(checked, key.with_suffix(".pub")) == 3
+    assert "cannot be read as a private key without a password" in capsys.readouterr().err
+
+
+def test_what_is_no_pin_file_is_not_signed(key: Path, environment: Path) -> None:
+    file = environment / "other.toml"
+    file.write_text("[other]\n")
+    assert main(["sign", str(file), "--key", str(key)]) == 3
+    assert not file.with_name("other.toml.sig").exists()
