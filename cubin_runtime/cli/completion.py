@@ -13,11 +13,11 @@ HEAD_DIMS = ("64", "128", "192", "256", "512", "576")
 def targets(incomplete: str) -> list[str]:
     """Names of releases and groups; else the next part of artifact paths in releases whose manifest is local."""
     from ..artifacts.library import Library
+    from ..config import Config
     from ..errors import CubinRuntimeError
-    from . import options
 
     with suppress(CubinRuntimeError):
-        library = Library(options.make_config(offline=True))
+        library = Library(Config.from_environment())
         names = {pin.name for pin in library.pins} | {group for pin in library.pins for group in pin.groups}
         if found := sorted(name for name in names if name.startswith(incomplete)):
             return found
@@ -26,7 +26,7 @@ def targets(incomplete: str) -> list[str]:
             if incomplete.startswith(f"{pin.path}/"):
                 with suppress(CubinRuntimeError):
                     paths |= {path.text for path in library.manifest(pin, network=False).digests}
-        return sorted({_next_part(path, incomplete) for path in paths if path.startswith(incomplete)})
+        return sorted({_next_part(path, incomplete) for path in paths - {incomplete} if path.startswith(incomplete)})
     return []
 
 

@@ -82,7 +82,7 @@ def test_a_damaged_manifest_of_another_release_is_code_5(two: tuple[Release, Rel
 def test_what_an_unpinned_release_left_is_removed(
     two: tuple[Release, Release], store: Path, monkeypatch: pytest.MonkeyPatch, run_json
 ) -> None:
-    old, new = two
+    _, new = two
     monkeypatch.setenv("CUBIN_RUNTIME_PINS", str(new.pin_file))
     code, shown = run_json("gc", "--unreferenced", "--older-than", "0", "--dry-run")
     assert (code, shown["unreferenced"]["removed"], len(visible_files(store))) == (0, 2, 5)
