@@ -26,10 +26,8 @@ from .errors import (
 )
 
 if TYPE_CHECKING:
-    from .artifacts.api import fetch, load, open_library, verify
+    from .artifacts.api import Artifact, FetchReport, fetch, load, open_library, verify
     from .artifacts.cubins.cubin import Cubin, CubinFormatError, KernelFacts
-    from .artifacts.fetch.loader import Artifact
-    from .artifacts.fetch.report import FetchReport
     from .artifacts.library import Library
     from .artifacts.path import PathError
     from .artifacts.pins.signed_statement import SignatureError
@@ -49,17 +47,15 @@ if TYPE_CHECKING:
     from .launch.driver import DeviceFacts
     from .launch.driver_errors import DriverCallError, DriverLibraryError
     from .launch.semaphore_workspace import SemaphoreWorkspace
-    from .launch.tensormap_rules import TensorMapError
+    from .launch.tensormap import TensorMapError
     from .launch.workspace import Workspace
     from .protocols import Stream
     from .tensor import Tensor, TensorView, view_of
 
 # Modules, each loaded when one of its names is first asked for -> their names.
 _MODULES = {
-    ".artifacts.api": ("fetch", "load", "open_library", "verify"),
+    ".artifacts.api": ("Artifact", "FetchReport", "fetch", "load", "open_library", "verify"),
     ".artifacts.cubins.cubin": ("Cubin", "CubinFormatError", "KernelFacts"),
-    ".artifacts.fetch.loader": ("Artifact",),
-    ".artifacts.fetch.report": ("FetchReport",),
     ".artifacts.library": ("Library",),
     ".artifacts.path": ("PathError",),
     ".artifacts.pins.signed_statement": ("SignatureError",),
@@ -68,7 +64,7 @@ _MODULES = {
     ".launch.driver": ("DeviceFacts",),
     ".launch.driver_errors": ("DriverCallError", "DriverLibraryError"),
     ".launch.semaphore_workspace": ("SemaphoreWorkspace",),
-    ".launch.tensormap_rules": ("TensorMapError",),
+    ".launch.tensormap": ("TensorMapError",),
     ".launch.workspace": ("Workspace",),
     ".protocols": ("Stream",),
     ".tensor": ("Tensor", "TensorView", "view_of"),

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from ..config import Config
 from ..errors import UsageError
+from .fetch.loader import Artifact
+from .fetch.report import FetchReport
 from .library import DEFAULT_JOBS, Library
 from .releases.targets import chosen, resolved
 from .tables.kernel_filter import KernelFilter
@@ -14,13 +16,11 @@ from .tables.kernel_filter import KernelFilter
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from .fetch.loader import Artifact
-    from .fetch.report import FetchReport
     from .path import ArtifactPath
     from .pins.pin import Pin
     from .verification import VerifyReport
 
-__all__ = ["fetch", "load", "open_library", "verify"]
+__all__ = ["Artifact", "FetchReport", "fetch", "load", "open_library", "verify"]
 
 
 def open_library(config: Config | None = None) -> Library:
