@@ -2,7 +2,8 @@
 
 Run ``python benchmarks/fetch_peers.py`` with nginx installed and the published wheel at hand (``make
 test-release`` gets it). The peer is installed into an environment of its own under ``build/``. Writes
-``benchmarks/results/fetch.json`` and the plot ``docs/fetch_throughput.png``; ``--plot`` draws it again alone.
+``benchmarks/results/fetch.json`` and the plot ``docs/fetch_throughput.png``; ``--plot`` draws it again alone, and
+``--only PART`` measures one part again and keeps the others.
 
 Ours is timed as a whole process of the command line, the peer as the call alone, after its imports. Nothing
 is removed shortly before a timed run: ext4 searches long for inodes that were not recently freed.
@@ -21,8 +22,9 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from hashlib import sha256
 from pathlib import Path
@@ -37,13 +39,13 @@ from cubin_runtime.artifacts.pins.pin import Pin
 ROOT = Path(__file__).resolve().parents[1]
 PIN = "trtllm-gen-0.6.13"
 WHEEL = "flashinfer_cubin-0.6.13-py3-none-any.whl"
-PEER = "flashinfer-python==0.6.13"
+PEER = "flashinfer-python==0.7.2.post1"
 ONE_MODEL = ["--sm", "100", "--dtype", "bf16", "--head-dim", "128", "--family", "decode"]
 JOBS = (1, 2, 4, 8, 16, 32)
 PEER_JOBS = (1, 4, 16)
 PROCESSES_AT_ONCE = 8
 REST_SECONDS = 40
-PARTS = ("pools", "processes_at_once", "one_model", "throughput")
+PARTS = ("rounds", "pools", "processes_at_once", "one_model", "throughput")
 ALONE = """
 from cubin_runtime.artifacts.fetch import process_pool
 process_pool.OBJECTS_A_PROCESS = 1 << 62
@@ -80,7 +82,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="cubin-runtime-fetch-") as folder:
             if given.only:
                 report = json.loads(given.out.read_text())
-                report[given.only] = measure_part(given.wheel, Path(folder), peer, given.only)
+                report |= measure_part(given.wheel, Path(folder), peer, given.only, given.rounds)
             else:
                 report = measure(given.wheel, Path(folder), peer, given.rounds)
         given.out.parent.mkdir(parents=True, exist_ok=True)
@@ -89,50 +91,30 @@ def main() -> None:
     draw(json.loads(given.out.read_text()), given.image)
 
 
-def measure_part(wheel: Path, folder: Path, peer: Path, part: str) -> object:
-    """One part alone."""
-    pin = Library(Config(store=folder / "none", sources=())).pins.get(PIN)
-    tree = extract(wheel, folder / "tree", pin)
-    with nginx(tree, folder / "nginx") as server:
-        bench = Bench(server, folder, peer, pin)
-        bench.warm(tree)
-        return getattr(bench, part)()
+def measure_part(wheel: Path, folder: Path, peer: Path, part: str, rounds: int) -> dict[str, object]:
+    """One part alone, and beside whom it was measured."""
+    with bench_of(wheel, folder, peer) as bench:
+        return bench.context() | (bench.rounds(rounds) if part == "rounds" else {part: getattr(bench, part)()})
 
 
 def measure(wheel: Path, folder: Path, peer: Path, rounds: int) -> dict[str, object]:
     """All figures; seconds and bytes."""
+    with bench_of(wheel, folder, peer) as bench:
+        measured = bench.rounds(rounds)
+        bench.rest()
+        parts = {part: getattr(bench, part)() for part in PARTS if part != "rounds"}
+        return bench.context() | measured | parts
+
+
+@contextmanager
+def bench_of(wheel: Path, folder: Path, peer: Path) -> Iterator[Bench]:
+    """A bench on a running server, with the release in the page cache."""
     pin = Library(Config(store=folder / "none", sources=())).pins.get(PIN)
     tree = extract(wheel, folder / "tree", pin)
     with nginx(tree, folder / "nginx") as server:
         bench = Bench(server, folder, peer, pin)
         bench.warm(tree)
-        measured = [bench.round() for _ in range(rounds)]
-        bench.rest()
-        pools = bench.pools()
-        together = bench.processes_at_once()
-        model = bench.one_model()
-        throughput = bench.throughput()
-        version = server.version
-    return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "machine": machine(),
-        "versions": {
-            "cubin_runtime": __version__,
-            "python": platform.python_version(),
-            "nginx": version,
-            "peer": PEER,
-            "release": PIN,
-            "files": pin.files,
-            "bytes": pin.bytes,
-        },
-        "medians": medians(measured),
-        "ratios": ratios(medians(measured)),
-        "rounds": measured,
-        "pools": pools,
-        "processes_at_once": together,
-        "one_model": model,
-        "throughput": throughput,
-    }
+        yield bench
 
 
 class Bench:
@@ -150,6 +132,27 @@ class Bench:
         for file in tree.rglob("*"):
             if file.is_file():
                 file.read_bytes()
+
+    def context(self) -> dict[str, object]:
+        """When, where and of what it was measured."""
+        return {
+            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "machine": machine(),
+            "versions": {
+                "cubin_runtime": __version__,
+                "python": platform.python_version(),
+                "nginx": self.server.version,
+                "peer": PEER,
+                "release": PIN,
+                "files": self.pin.files,
+                "bytes": self.pin.bytes,
+            },
+        }
+
+    def rounds(self, count: int) -> dict[str, object]:
+        """So many rounds, their medians, and the ratios of these."""
+        measured = [self.round() for _ in range(count)]
+        return {"medians": medians(measured), "ratios": ratios(medians(measured)), "rounds": measured}
 
     def round(self) -> dict[str, float]:
         """Peer and ours, cold and again, and both sorts of verification."""
@@ -255,7 +258,8 @@ class Bench:
         if threads is not None:
             variables["FLASHINFER_CUBIN_DOWNLOAD_THREADS"] = str(threads)
         script = str(ROOT / "benchmarks" / "parts" / "peer_download.py")
-        command = [str(self.peer_python), script, self.server.url, str(store)]
+        release = (self.pin.path, self.pin.manifest_sha256)
+        command = [str(self.peer_python), script, self.server.url, str(store), *map(str, release)]
         done = subprocess.run(
             command, env=variables, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
@@ -320,7 +324,7 @@ def medians(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def ratios(found: dict[str, float]) -> dict[str, float]:
-    """The figures that have a bar."""
+    """The figures that have a target."""
     return {
         "cold_speedup": round(found["peer_cold_s"] / found["ours_cold_s"], 2),
         "verify_library_over_two_thread_sha256": round(

@@ -132,14 +132,14 @@ def speculate(requests: list[Request], rounds: int) -> dict[str, object]:
     trees = TreeEngine(model, Ours(batch_invariant=False), drafter, **sizes)
     trees.capture()
     serve(trees, requests[: len(requests) // 10])
-    engines: dict[str, Engine] = {"a token per step": plain, f"trees of {NODES - 1} drafts": trees}
+    engines: dict[str, Engine] = {"a token per step": plain, f"trees of {NODES - 1} draft tokens": trees}
     of_rounds: dict[str, list[dict[str, float]]] = {name: [] for name in engines}
     last: dict[str, Served] = {}
     for _ in range(rounds):
         for name, engine in engines.items():
             last[name] = serve(engine, requests)
             of_rounds[name].append(figures(last[name]))
-    verified = last[f"trees of {NODES - 1} drafts"]
+    verified = last[f"trees of {NODES - 1} draft tokens"]
     wanted = [(known[one.number][: one.wanted], verified.tokens[one.number][: one.wanted]) for one in requests]
     return {
         "drafts": NODES - 1,

@@ -120,16 +120,16 @@ def headlines(results: Path = ROOT / "benchmarks" / "results") -> str:
         (
             f"**{best['read_share']:.0%} of read bandwidth**",
             f"paged decode on an {gpu}, bf16, {best['batch']} requests of {best['length']:,} keys: "
-            f"{best['tb_per_s']:.2f} TB/s of "
-            f"{decode['read']['tb_per_s']:.2f}; {best['ratio']:.2f} times the speed of the fastest peer, in a sequence "
-            f"of layers{_age(best, digests)}",
+            f"{best['tb_per_s']:.2f} TB/s of {decode['read']['tb_per_s']:.2f}; "
+            f"{best['ratio']:.2f} times the speed of the fastest other implementation, in "
+            f"a sequence of layers{_age(best, digests)}",
             "[results](docs/results/decode.md)",
         ),
         (
             f"**{prompt['tflop_per_s']['ours']:.0f} TFLOP/s of prefill**",
             f"context attention on an {prefill['environment']['gpu']['name']}, bf16, head_dim 128, a causal prompt of "
-            f"8,192 tokens: {prompt['ratio']:.2f} times the speed of the fastest peer, in a sequence of layers"
-            f"{_age(prompt, digests)}",
+            f"8,192 tokens: {prompt['ratio']:.2f} times the speed of the fastest other implementation, in a sequence "
+            f"of layers{_age(prompt, digests)}",
             "[results](docs/results/prefill.md)",
         ),
         (
@@ -140,8 +140,8 @@ def headlines(results: Path = ROOT / "benchmarks" / "results") -> str:
         ),
         (
             f"**{call['least']:.1f} us per planned call**",
-            f"host time of `plan.run` with torch tensors; a C loop that makes the same launch takes "
-            f"{call['floor']:.1f} us{_age(call, digests)}",
+            f"host time of `plan.run` with torch tensors{_accelerated(host)}; a C loop that makes the same launch "
+            f"takes {call['floor']:.1f} us{_age(call, digests)}",
             "[results](docs/results/host.md)",
         ),
         (
@@ -159,6 +159,11 @@ def headlines(results: Path = ROOT / "benchmarks" / "results") -> str:
 def _fresh_or_all(rows: Sequence[Mapping[str, Any]], digests: frozenset[str]) -> Sequence[Mapping[str, Any]]:
     """The rows of the pinned release; all where it has none of them."""
     return [row for row in rows if is_fresh(row, digests)] or rows
+
+
+def _accelerated(report: Mapping[str, Any]) -> str:
+    known = {True: " and the accelerator", False: ", without the accelerator"}
+    return known.get(report.get("accelerator"), "")
 
 
 def _age(row: Mapping[str, Any], digests: frozenset[str]) -> str:

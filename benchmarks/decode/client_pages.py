@@ -36,7 +36,7 @@ def flashinfer(report: Report) -> str:
 
 
 def transformers(report: Report) -> str:
-    """Times of steps and ratios of the peers; nothing before they are measured."""
+    """Times of steps and ratios of the other implementations; nothing before they are measured."""
     if not report:
         return ""
     environment = report["environment"]
@@ -56,13 +56,14 @@ def transformers(report: Report) -> str:
     return "\n\n".join(
         (
             "## Measured",
-            "![Time of a peer by ours, for prompts and for new tokens](transformers.png)",
+            "![Speed-up over other implementations, for prompts and for new tokens](transformers.png)",
             f"{environment['gpu']['name']}, transformers {packages.get('transformers', '-')}, torch "
             f"{packages.get('torch', '-')}; {environment['date'][:10]}. {layers}, random weights, bf16. Medians of "
-            f"{report['rounds']} rounds in which the implementations take turns. A ratio is a peer's time by ours, "
-            "above 1 where ours is faster; in brackets that of CUDA graph replays. Times are of the whole model, not "
-            "of attention alone. `sdpa flash` and `sdpa cuDNN` are sdpa on that backend of torch alone."
-            f"{_flash(report)} Data: [`transformers.json`](../benchmarks/results/transformers.json).",
+            f"{report['rounds']} rounds in which the implementations take turns. A ratio is another's "
+            "time divided by ours, above 1 if ours is faster; in brackets that of CUDA graph replays. Times are of the "
+            "whole model, not of attention alone. `sdpa flash` and `sdpa cuDNN` are sdpa on that backend of torch "
+            f"alone.{_flash(report)} Data: "
+            "[`transformers.json`](../benchmarks/results/transformers.json).",
             table(heads, lines),
             *_host_times(rows, report["ours"], one_model),
             *_batching(report["continuous_batching"], report["ours"]),

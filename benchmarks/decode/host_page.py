@@ -62,5 +62,8 @@ def _steps(steps: Report) -> str:
 
 def _place(report: Report) -> str:
     environment = report["environment"]
+    known = {True: ", with the accelerator", False: ", without the accelerator"}
+    accelerated = known.get(report.get("accelerator"), "")
     torch = environment["packages"].get("torch", "-")
-    return f"{environment['gpu']['name']}, Python {environment['python']}, torch {torch}; {environment['date'][:10]}"
+    gpu, date = environment["gpu"]["name"], environment["date"][:10]
+    return f"{gpu}, Python {environment['python']}, torch {torch}{accelerated}; {date}"

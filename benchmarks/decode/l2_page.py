@@ -36,7 +36,7 @@ def figures(report: Report, chosen: Mapping[str, str]) -> str:
     environment, method = report["environment"], report["method"]
     place = f"{environment['gpu']['name']}; {environment['date'][:10]}; medians of {method['rounds']} rounds."
     same = all(all(row.get("same_bits", {}).values()) for row in report["rows"])
-    bits = "The bits of all outputs are the same." if same else "Some outputs have other bits."
+    bits = "All outputs are bitwise identical." if same else "Some outputs differ."
     ratios = "Median ratio of the rows (least to most); above 1 the policy is faster."
     return f"{place} {ratios} {bits}\n\n{_of_normal(report['rows'])}\n\n{table(head, lines)}"
 

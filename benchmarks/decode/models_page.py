@@ -48,8 +48,8 @@ def figures(report: Report) -> str:
         "right if their error beside float32 (root mean square) is at most 1.5 times that of sdpa in bf16, or of "
         f"eager where sdpa is wrong itself; the largest ratio is {_largest(models):.2f}. A "
         "greedy token is right if its logit in float32 is at most a tenth of the largest below the best, or 1.5 times "
-        f"as far as that of the peer; in {_weak(models)} cases the peer's is further than a tenth itself, and the "
-        "case says little. A case that transformers does not run does not count. Data: "
+        f"as far as that of transformers' own attention; in {_weak(models)} cases that one is further than a tenth "
+        "itself, and the case says little. A case that transformers does not run does not count. Data: "
         "[`transformers_models.json`](../benchmarks/results/transformers_models.json).",
         table(("status", "models", "meaning"), counted),
         "\n".join(named),

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from .tables import NOT_MEASURED, Report, table
 
 _TOKENS = 16384  # fewer are bound by the launch
-# The most that batch_invariant may cost; between these batches there is no bar.
-_PREFILL, _ONE_REQUEST, _MANY_REQUESTS, _MANY = 1.12, 1.4, 1.15, 16
 
 
 def copying(report: Report) -> str:
@@ -33,30 +30,18 @@ def copying(report: Report) -> str:
 
 
 def invariance(report: Report) -> str:
-    """What batch_invariant costs, beside the bars."""
+    """What batch_invariant costs."""
     if not report:
         return NOT_MEASURED
     lines = []
     for row in report["rows"]:
-        bar = _bar(row["case"])
-        met = "-" if bar is None else "yes" if row["ratio"] <= bar else "**no**"
         times = (f"{row['default_us']:.1f} us", f"{row['invariant_us']:.1f} us", f"{row['ratio']:.2f}x")
-        lines.append((row["case"], *times, f"at most {bar}x" if bar else "-", met))
-    return f"{_place(report)}.\n\n" + table(
-        ("case", "default", "`batch_invariant`", "over default", "bar", "met"), lines
-    )
-
-
-def _bar(case: str) -> float | None:
-    if case.startswith("prefill"):
-        return _PREFILL
-    found = re.search(r"batch (\d+)", case)
-    batch = int(found[1]) if found else 0
-    return _ONE_REQUEST if batch == 1 else _MANY_REQUESTS if batch >= _MANY else None
+        lines.append((row["case"], *times))
+    return f"{_place(report)}.\n\n" + table(("case", "default", "`batch_invariant`", "over default"), lines)
 
 
 def _place(report: Report) -> str:
     environment = report["environment"]
     packages = environment["packages"]
-    peer = f", flashinfer-python {packages['flashinfer-python']}" if "flashinfer-python" in packages else ""
-    return f"{environment['gpu']['name']}, torch {packages.get('torch', '-')}{peer}; {environment['date'][:10]}"
+    beside = f", flashinfer-python {packages['flashinfer-python']}" if "flashinfer-python" in packages else ""
+    return f"{environment['gpu']['name']}, torch {packages.get('torch', '-')}{beside}; {environment['date'][:10]}"

@@ -22,7 +22,7 @@ ROOF_SECTIONS = {
     "grouped": ("e4m3, 1 to 8 tokens", "s", "#8e5ea2"),
     "grouped_bf16": ("bf16, models of the grouping tables", "v", "#b8860b"),
 }
-# Sections of one ratio, and peers beside ours, lie this far from each other, in powers of two, instead of overprinting.
+# Sections of one ratio, and others beside ours, lie so far from each other, in powers of two, instead of overprinting.
 _SIDE_BY_SIDE = 0.15
 _PEER_BESIDE = 0.075
 # Each has its own piece of the roof above it, this far to its left, because the whole roof is at the true ratio.
@@ -60,7 +60,7 @@ def draw_bandwidth(report: Report, image: Path) -> None:
     columns = min(len(lengths), 2)  # two abreast, so that a phone's reader sees them
     lines = -(-len(lengths) // columns)
     figure, panels = pyplot.subplots(
-        lines, columns, figsize=(3.9 * columns, 2.5 * lines + 0.8), sharey=True, squeeze=False, layout="constrained"
+        lines, columns, figsize=(2.9 * columns, 2.2 * lines + 1.0), sharey=True, squeeze=False, layout="constrained"
     )
     for axes in panels.flat[len(lengths) :]:
         axes.remove()
@@ -84,8 +84,8 @@ def draw_bandwidth(report: Report, image: Path) -> None:
     first.annotate(f"read only: {peak:.2f}", (1, peak), xytext=(0, 3), textcoords="offset points", fontsize=8)
     handles, labels = first.get_legend_handles_labels()
     last.legend(handles[::-1], labels[::-1], loc="lower right", frameon=False, fontsize=8)
-    case = "64 query over 8 KV heads, head_dim 128, bf16, pages of 64, one query token"
-    figure.suptitle(f"Paged decode: {case}\n{place(report)}; in a sequence of layers", fontsize=10)
+    case = "64 query over 8 KV heads, head_dim 128, bf16,\npages of 64, one query token"
+    figure.suptitle(f"Paged decode: {case}\n{place(report)}; in a sequence of layers", fontsize=9)
     _save(figure, image)
 
 
@@ -93,7 +93,7 @@ def draw_roofline(report: Report, image: Path) -> None:
     """FLOP/s reached against FLOP for each byte of keys and values, under what was measured as read and product."""
     pyplot = _pyplot()
     read, matrix = report["read"]["tb_per_s"], report["matrix_tflop_per_s"]
-    figure, axes = pyplot.subplots(figsize=(8.6, 5.2), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(5.8, 5.6), layout="constrained")
     shifts = _shifts(report["rows"])
     for section, (label, marker, color) in ROOF_SECTIONS.items():
         rows = [row for row in report["rows"] if row["section"] == section]
@@ -101,13 +101,13 @@ def draw_roofline(report: Report, image: Path) -> None:
         peers = [_best_peer(row) for row in rows]
         _ranges(axes, rows, peers, shifts, beside=_PEER_BESIDE, marker="x", markersize=4, color=_PEER_COLOR, width=1.0)
         _ranges(axes, rows, ours, shifts, marker=marker, markersize=5, color=color, width=2.0, label=label)
-    axes.plot([], [], marker="x", color=_PEER_COLOR, linewidth=1.0, label="best peer, same cases")
+    axes.plot([], [], marker="x", color=_PEER_COLOR, linewidth=1.0, label="fastest other, same cases")
     left, ridge, right = 5.0, matrix / read, 256.0
     axes.plot([left, ridge, right], [left * read, matrix, matrix], color="#bbbbbb", linewidth=1.2, zorder=1)
     for (_, ratio), shift in shifts.items():
         ends = [ratio * 2 ** (shift + end) for end in (-_ROOF_LEFT, _ROOF_LEFT + _PEER_BESIDE)]
         axes.plot(ends, [min(matrix, ratio * read)] * 2, color="#222222", linewidth=1.4, zorder=2)
-    axes.plot([], [], color="#222222", linewidth=1.4, label="roof of what is drawn side by side")
+    axes.plot([], [], color="#222222", linewidth=1.4, label="roof at this ratio")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xlim(left, right)
@@ -115,7 +115,7 @@ def draw_roofline(report: Report, image: Path) -> None:
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
     axes.annotate(
         f"read bandwidth {read:.2f} TB/s",
-        (12, 12 * read),
+        (22, 22 * read),
         xytext=(-6, 6),
         textcoords="offset points",
         fontsize=8,
@@ -134,9 +134,9 @@ def draw_roofline(report: Report, image: Path) -> None:
     axes.minorticks_off()
     lowest = min((row["tflop_per_s"] for row in report["rows"] if _is_on_roof(row)), default=10.0)
     axes.set_ylim(min(10.0, 0.6 * lowest), 1.6 * matrix)
-    axes.set_xlabel("FLOP per byte of keys and values (equal ratios are drawn side by side)")
+    axes.set_xlabel("FLOP per byte of keys and values (equal ratios side by side)")
     axes.set_ylabel("TFLOP/s without padding, slowest to fastest batch")
-    axes.set_title(f"Paged decode: roofline\n{place(report)}; in a sequence of layers", fontsize=10)
+    axes.set_title(f"Paged decode: roofline\n{place(report)}; in a sequence of layers", fontsize=9)
     axes.grid(True, which="major", alpha=0.3)
     axes.legend(loc="lower right", frameon=False, fontsize=8, title="marker: fastest batch", title_fontsize=8)
     _save(figure, image)

@@ -1,4 +1,4 @@
-"""A Markdown table of the profiler results (JSON) of rows that miss their bars."""
+"""A Markdown table of the profiler results (JSON) of single launches."""
 
 from __future__ import annotations
 

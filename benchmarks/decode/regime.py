@@ -11,7 +11,7 @@ from .tables import PEER_LABELS, Report, table, us
 
 
 def planned(report: Report) -> tuple[str, ...]:
-    """A title and a table: ours by what it was planned for, and the peer; the ratio is to the longest."""
+    """A title and a table: ours by what it was planned for, and the others; the ratio is to the longest."""
     names = list(dict.fromkeys(name for row in report["rows"] for name in row["us"]))
     longest = f"ours, {report['bounds'][-1]}"
 
@@ -20,22 +20,22 @@ def planned(report: Report) -> tuple[str, ...]:
         return [f"{row['section']}, {row['label']}", *times, _ratio(row["us"], longest)]
 
     head = ["", *names, "ratio"]
-    title = f"### The engine's regime: planned for the longest context, bf16, pages of {report['page']} keys"
+    title = f"### Planned for the longest context, as engines do, bf16, pages of {report['page']} keys"
     return title, _place(report), table(head, map(line, report["rows"]))
 
 
 def _place(report: Report) -> str:
-    """On what it was measured, beside whom, and why a peer is missing."""
+    """On what it was measured, beside whom, and why one is missing."""
     environment, packages = report["environment"], report["environment"]["packages"]
     known = (("flashinfer-python", "flashinfer-python"), ("vllm", "FlashAttention-3 of vLLM"))
     peers = [f"{words} {packages[name]}" for name, words in known if name in packages]
     skipped = [f" {PEER_LABELS.get(name, name)} was not there (`{why}`)." for name, why in report["skipped"].items()]
-    place = f"{environment['gpu']['name']}; {', '.join(peers) or 'no peer'}; {environment['date'][:10]}"
+    place = f"{environment['gpu']['name']}; {', '.join(peers) or 'no other library'}; {environment['date'][:10]}"
     return f"{place}. Medians of {report['method']['rounds']} rounds.{''.join(skipped)}"
 
 
 def other_methods(report: Report) -> tuple[str, ...]:
-    """A title and a table: our time and the ratio to the best peer, by the way to time them."""
+    """A title and a table: our time and the ratio to the fastest other, by the way to time them."""
     ways = list(dict.fromkeys(way for row in report["rows"] for way in row["us"]))
 
     def cell(times: Mapping[str, float]) -> str:
@@ -70,7 +70,7 @@ def _spread(report: Report) -> str:
 
 
 def _times(times: Mapping[str, float], ours: str = "ours") -> float | None:
-    """The fastest peer's time by ours."""
+    """The time of the fastest other implementation, divided by ours."""
     peers = [time for name, time in times.items() if not name.startswith("ours")]
     return min(peers) / times[ours] if peers and ours in times else None
 

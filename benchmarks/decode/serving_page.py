@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from .tables import NOT_MEASURED, Report, table
@@ -37,7 +38,7 @@ def _engines(engines: dict[str, dict[str, float]]) -> str:
     heads = ("engine", "tokens/s", "first token, ms (p50 / p90 / p99)", "between tokens, ms", "graph / mixed steps")
     rows = [
         (
-            name,
+            re.sub(r"\bdrafts$", "draft tokens", name),
             f"{found['tokens_per_second']:,.0f}",
             *(" / ".join(f"{found[f'{kind}_p{p}']:.1f}" for p in _PERCENTILES) for kind in _LATENCIES),
             f"{found['graph_steps']:.0f} / {found['mixed_steps']:.0f}",
@@ -51,9 +52,9 @@ def _speculation(found: dict[str, Any] | None) -> tuple[str, ...]:
     if found is None:
         return ()
     return (
-        f"Speculative decoding, on a model with a head: trees of {found['drafts']} drafts on {found['levels']} levels, "
-        f"from a drafter that is right with a probability of {found['right_at_each_level']} at each level. A step of a "
-        f"request gives {found['tokens_per_request_and_step']} tokens; {100 * found['equal_tokens']:.1f}% of all "
+        f"Speculative decoding, on a model with a head: trees of {found['drafts']} draft tokens on "
+        f"{found['levels']} levels, with an acceptance rate of {found['right_at_each_level']} at each level. A step "
+        f"of a request gives {found['tokens_per_request_and_step']} tokens; {100 * found['equal_tokens']:.1f}% of all "
         "tokens are those of single steps.",
         _engines(found["engines"]),
     )

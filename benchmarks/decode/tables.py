@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .freshness import is_marked
-from .rows import Row, is_out_of_reach, tally
+from .rows import Row
 
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 NOT_MEASURED = "No measurement is committed yet."
@@ -20,7 +19,6 @@ PEER_LABELS = {
     "fa3": "fa3",
     "flashmla": "FlashMLA",
 }
-_VERDICTS = {True: "yes", False: "**no**", None: "-"}
 
 Report = Mapping[str, Any]
 # A column: its head, and a row's cell.
@@ -39,8 +37,8 @@ def column(head: str, key: str, form: Callable[[float], str], absent: str = "") 
 TFLOPS = column("TFLOP/s", "tflop_per_s", "{:.0f}".format)
 READING = (
     column("TB/s", "tb_per_s", "{:.2f}".format),
-    column("of read", "read_share", "{:.0%}".format),
-    column("read alone", "read_alone_us", us, absent="-"),
+    column("of read bandwidth", "read_share", "{:.0%}".format),
+    column("read-only time", "read_alone_us", us, absent="-"),
 )
 RATIO = column("ratio", "ratio", "{:.2f}".format)
 
@@ -65,38 +63,35 @@ def rewrite(text: str, figures: str) -> str:
 
 
 def place(report: Report) -> str:
-    """On what it was measured, the ceilings, and how many bars are met by rows of the pinned release."""
-    environment, rows = report["environment"], [row for row in report["rows"] if not is_marked(row)]
-    bars = tally(rows)
+    """On what it was measured, and the ceilings."""
+    environment = report["environment"]
     packages, gpu = environment["packages"], environment["gpu"]
     clock = report.get("sm_clock_mhz") or {}
     mhz = f", SM clock {clock['min']:.0f} to {clock['max']:.0f} MHz" if clock else ""
-    peer = f"flashinfer-python {packages['flashinfer-python']}" if "flashinfer-python" in packages else "no peer"
+    beside = (
+        f"flashinfer-python {packages['flashinfer-python']}" if "flashinfer-python" in packages else "no other library"
+    )
     if commit := report.get("peers_compiled", {}).get("flashmla", {}).get("commit"):
-        peer += f", FlashMLA {commit[:7]}"
-    undecided = f" ({bars['undecided']} undecided)" if bars["undecided"] else ""
+        beside += f", FlashMLA {commit[:7]}"
     rounds = f" Medians of {report['method']['rounds']} rounds." if "method" in report else ""
-    beyond = sum(map(is_out_of_reach, rows))
-    below = f"; {beyond} of the others ask for less than read alone" if beyond else ""
     return (
-        f"{gpu['name']}, driver {gpu['driver_version']}{mhz}; {peer}, torch {packages.get('torch', '-')}; "
+        f"{gpu['name']}, driver {gpu['driver_version']}{mhz}; {beside}, torch {packages.get('torch', '-')}; "
         f"{environment['date'][:10]}.\nRead bandwidth {report['read']['tb_per_s']:.2f} TB/s, bf16 matrix product "
-        f"{report['matrix_tflop_per_s']:.0f} TFLOP/s. "
-        f"Bars met: {bars['met']} of {sum(bars.values())}{undecided}{below}.{rounds}"
+        f"{report['matrix_tflop_per_s']:.0f} TFLOP/s.{rounds}"
     )
 
 
 def section(title: str, rows: Sequence[Row], columns: Iterable[Column]) -> list[str]:
-    """A title and a table: what each row is, our time, ``columns``, its bar and the verdict; nothing without rows."""
+    """A title and a table: what each row is, our time and ``columns``; nothing without rows."""
     if not rows:
         return []
     columns = list(columns)
 
     def line(row: Row) -> list[str]:
         ours = us(row["ours"]["us"]) if "us" in row["ours"] else "failed"
-        return [row["label"], ours, *(cell(row) for _, cell in columns), row["bar"] or "-", verdict(row)]
+        return [row["label"], ours, *(cell(row) for _, cell in columns)]
 
-    head = ["", "ours", *(name for name, _ in columns), "bar", "met"]
+    head = ["", "ours", *(name for name, _ in columns)]
     return [f"### {title}", table(head, map(line, rows))]
 
 
@@ -110,11 +105,15 @@ def singles(rows: Sequence[Row]) -> list[Column]:
         best = min((found["single_us"] for found in row["peers"].values() if "single_us" in found), default=None)
         return f"{us(own)} / {us(best)} ({best / own:.2f})" if best else us(own)
 
-    return [("single calls: ours / best peer (ratio)", cell)] if any("single_us" in row["ours"] for row in rows) else []
+    return (
+        [("single calls: ours / fastest other (ratio)", cell)]
+        if any("single_us" in row["ours"] for row in rows)
+        else []
+    )
 
 
 def peers_of(rows: Sequence[Row]) -> list[Column]:
-    """A column for each peer that a row has beside it."""
+    """A column for each implementation that a row has beside ours."""
 
     def cell_of(name: str) -> Callable[[Row], str]:
         def cell(row: Row) -> str:
@@ -143,14 +142,14 @@ def invariance(title: str, rows: Sequence[Row]) -> list[str]:
     def line(row: Row) -> list[str]:
         time, over = row["ours"].get("us"), row.get("over_default")
         times = [us(row["default_us"]), us(time), f"{over:.2f}x"] if time and over else ["", "failed", ""]
-        return [row["label"], *times, row["bar"] or "-", verdict(row)]
+        return [row["label"], *times]
 
-    head = ["", "default", "`batch_invariant`", "over default", "bar", "met"]
+    head = ["", "default", "`batch_invariant`", "over default"]
     return [f"### {title}", table(head, map(line, rows))]
 
 
 def replays(title: str, rows: Sequence[Row]) -> list[str]:
-    """Those rows that were timed in graphs, beside the best peer's time in one."""
+    """Those rows that were timed in graphs, beside the fastest other time in one."""
     rows = [row for row in rows if "graph_us" in row["ours"]]
     if not rows:
         return []
@@ -161,7 +160,7 @@ def replays(title: str, rows: Sequence[Row]) -> list[str]:
         ratio = f"{row['ratio_graph']:.2f}" if "ratio_graph" in row else ""
         return [f"{row['section']}: {row['label']}", us(row["ours"]["graph_us"]), us(best) if best else "", ratio]
 
-    return [f"### {title}", table(["", "ours", "best peer", "ratio"], map(line, rows))]
+    return [f"### {title}", table(["", "ours", "fastest other", "ratio"], map(line, rows))]
 
 
 def failures(rows: Sequence[Row]) -> list[str]:
@@ -189,10 +188,6 @@ def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     """A Markdown table."""
     rule = "|" + "---|" * len(head)
     return "\n".join(["| " + " | ".join(head) + " |", rule, *("| " + " | ".join(line) + " |" for line in lines)])
-
-
-def verdict(row: Row) -> str:
-    return "no (below read alone)" if is_out_of_reach(row) else _VERDICTS[row["met"]]
 
 
 def _escaped(text: str) -> str:

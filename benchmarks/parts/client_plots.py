@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,14 @@ _BATCHES = {1: "#1f6fb4", 8: "#2a9d8f", 64: "#d1722a"}
 _LATENCIES = {"first_token_ms": "arrival to first token", "between_tokens_ms": "between tokens of a request"}
 
 
-def _figure(title: str, height: float = 4.6, **panels: Any) -> tuple[Any, Any, Any]:
+def _figure(title: str, height: float = 4.4, **panels: Any) -> tuple[Any, Any, Any]:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(8.6, height), layout="constrained", **panels)
-    figure.suptitle(title, fontsize=10)
+    figure, axes = pyplot.subplots(figsize=(5.8, height), layout="constrained", **panels)
+    figure.suptitle(textwrap.fill(title, 72), fontsize=9)
     return pyplot, figure, axes
 
 
@@ -97,14 +98,14 @@ def draw_serving(report: Report, image: Path) -> None:
 
 
 def draw_transformers(report: Report, image: Path) -> None:
-    """The time of each peer by ours: of every step as transformers runs it, and of graph replays."""
+    """The speed-up over each other implementation: of every step as transformers runs it, and of graph replays."""
     environment, rows = report["environment"], [row for row in report["steps"] if row["ratios"]]
     graphs = [row for row in rows if any("graph_us" in found for found in row["ratios"].values())]
     peers = list(dict.fromkeys(name for row in rows for name in row["ratios"]))
     models = dict.fromkeys(f"{row['layers']} layers of {row['model']}" for row in rows)
     title = (
         f"transformers {environment['packages'].get('transformers', '')}, {', '.join(models)}, "
-        f"{environment['gpu']['name']}: time of a forward pass by ours"
+        f"{environment['gpu']['name']}: forward pass"
     )
     parts = [("us", "as transformers runs it", rows)]
     parts += [("graph_us", "replayed as a CUDA graph", graphs)] if graphs else []
@@ -137,7 +138,7 @@ def draw_transformers(report: Report, image: Path) -> None:
     panels.flat[-1].set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     for axes in panels.flat:
         axes.minorticks_off()
-    panels.flat[-1].set_xlabel("time of a peer / ours (above 1: ours is faster)")
+    panels.flat[-1].set_xlabel("time / ours (above 1: ours is faster)")
     handles, labels = panels.flat[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=8)
     _save(pyplot, figure, image)
@@ -146,10 +147,10 @@ def draw_transformers(report: Report, image: Path) -> None:
 def draw_divided(report: Report, image: Path) -> None:
     """Decode and merge of a rank, when requests are divided over 1 to 64 GPUs."""
     gpu = report["environment"]["gpu"]["name"]
-    title = f"Decode and merge of one rank, measured on one {gpu}; the exchange comes on top"
-    pyplot, figure, panels = _figure(title, ncols=2, sharey=True)
     rows = [row for row in report["rows"] if row["exchange"] == "all_to_all"]
     longest = max(row["kv_len"] for row in rows)
+    title = f"Decode and merge of one rank of {longest:,} keys, measured on one {gpu}; without the exchange"
+    pyplot, figure, panels = _figure(title, ncols=2, sharey=True)
     worlds = (1, *dict.fromkeys(row["world"] for row in rows))
     for axes, (layout, words) in zip(panels, LAYOUTS.items(), strict=True):
         for batch, color in _BATCHES.items():
@@ -162,13 +163,13 @@ def draw_divided(report: Report, image: Path) -> None:
                     f"{time:,.0f}", (world, time), xytext=(0, 5), textcoords="offset points", fontsize=7, ha="center"
                 )
         axes.plot([], [], ":", color="#222222", linewidth=0.9, label="one GPU's time / GPUs")
-        axes.set_title(f"{words}, {longest:,} keys", fontsize=9)
+        axes.set_title(words, fontsize=9)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.set_xticks(worlds, [str(world) for world in worlds])
         axes.minorticks_off()
         axes.grid(True, alpha=0.3)
-        axes.set_xlabel("GPUs that divide the keys of each request")
+        axes.set_xlabel("GPUs per request")
     panels[0].set_ylabel("us")
     panels[0].legend(loc="lower left", frameon=False, fontsize=8)
     _save(pyplot, figure, image)

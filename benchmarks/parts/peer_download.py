@@ -1,9 +1,9 @@
 """The peer: flashinfer-python's own ``download_artifacts`` for one release, and nothing else of it.
 
 Run in an environment with flashinfer-python (``--no-deps``), filelock, requests and tqdm:
-``python peer_download.py BASE_URL FOLDER``. Its package would import torch on the way; empty modules stand
-for the packages above ``flashinfer.artifacts``, whose own code runs unchanged. Only its list of releases is
-cut to the attention release, so that both sides fetch the same files. Prints seconds of the call alone.
+``python peer_download.py BASE_URL FOLDER RELEASE MANIFEST_SHA256``. Its package would import torch on the way; empty
+modules stand for the packages above ``flashinfer.artifacts``, whose own code runs unchanged. Only its list of releases
+is replaced by the one named, so that both sides fetch the same files. Prints seconds of the call alone.
 """
 
 from __future__ import annotations
@@ -20,18 +20,16 @@ from pathlib import Path
 
 def main() -> None:
     """Import, cut, run, print."""
-    url, folder = sys.argv[1], Path(sys.argv[2])
+    url, folder, path, digest = sys.argv[1], Path(sys.argv[2]), f"{sys.argv[3]}/", sys.argv[4]
     os.environ["FLASHINFER_CUBINS_REPOSITORY"] = url + "/"
     artifacts = import_artifacts(folder)
-    path = artifacts.ArtifactPath.TRTLLM_GEN_FMHA
     join = artifacts.safe_urljoin
 
     def only_attention() -> object:
         checksums = artifacts.get_checksums([path])
-        manifest = join(path, "checksums.txt")
-        yield manifest, artifacts.CheckSumHash.map_checksums[manifest]
+        yield join(path, "checksums.txt"), digest
         for name in artifacts.get_available_cubin_files(join(url, path)):
-            yield join(path, name), checksums[name]
+            yield join(path, name), checksums[join(path, name)]
         for name in artifacts.get_available_header_files(join(url, path)):
             yield join(path, name), checksums[join(path, name)]
 

@@ -14,7 +14,7 @@ def draw(report: Mapping[str, Any], image: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(5.8, 4.2), layout="constrained")
     styles = {"ours": ("cubin-runtime", "o-", "#1f6fb4"), "peer": (report["versions"]["peer"], "s--", "#8a8a8a")}
     for side, (label, style, color) in styles.items():
         points = report["throughput"][side]
@@ -33,7 +33,7 @@ def draw(report: Mapping[str, Any], image: Path) -> None:
     size = f"{versions['files']:,} files, {versions['bytes'] / 1e9:.2f} GB"
     loads = [point["load"] for side in styles for point in report["throughput"][side]]
     place = f"nginx on loopback, {machine['cores']} cores, one-minute load {min(loads):.1f} to {max(loads):.1f}"
-    axes.set_title(f"Cold fetch of {versions['release']} ({size})\n{place}", fontsize=10)
+    axes.set_title(f"Cold fetch of {versions['release']} ({size})\n{place}", fontsize=9)
     axes.grid(True, alpha=0.3)
     axes.legend(loc="lower right", frameon=False)
     image.parent.mkdir(parents=True, exist_ok=True)

@@ -260,11 +260,11 @@ def paged_decode(
         draft_position: where a query token with a mask is, for its window, behind the keys before the query tokens: at
             its "depth", which is how many query tokens it sees, less 1; or at its "index" among them, as FlashInfer
             counts.
-        batch_invariant: make the output bits of a request depend only on its own tokens, keys and options, not on
-            batch, bounds or grid. The workspace then grows with the batch: for each request, KV head and query row it
-            has up to 128 / kv_heads partials of head_dim floats, or one per 256 keys up to four, then one per 1024, if
-            that is fewer. A ragged batch that may contain requests both with at most 16 rows (query tokens x group) and
-            with more takes two launches, each with its own scratch.
+        batch_invariant: make the output of a request depend, bit for bit, only on its own tokens, keys and options, not
+            on batch, bounds or grid. The workspace then grows with the batch: for each request, KV head and query row
+            it has up to 128 / kv_heads partials of head_dim floats, or one per 256 keys up to four, then one per 1024,
+            if that is fewer. A ragged batch that may contain requests both with at most 16 rows (query tokens x group)
+            and with more takes two launches, each with its own scratch.
         out: like ``q``, of dtype bfloat16, float16 or float8_e4m3fn (which saturates), 8-byte aligned, strides in
             multiples of 8 bytes. None allocates it if ``q`` is a torch tensor: with q's dtype, or bfloat16 if that is
             float8_e4m3fn.

@@ -231,9 +231,9 @@ def merge_states(
 ) -> QueryT | OutT:
     """Merge attention results over disjoint sets of keys into the result over all of them, by their log-sum-exp.
 
-    The parts are added in order, ``v_other`` last, in float32, so the same parts give the same bits. A part whose
-    log-sum-exp is -inf saw no key and is ignored, whatever its values are. If all parts are ignored, the output is 0
-    and its log-sum-exp is -inf (or that of the sink).
+    The parts are added in order, ``v_other`` last, in float32, so the same parts give bitwise identical results. A part
+    whose log-sum-exp is -inf saw no key and is ignored, whatever its values are. If all parts are ignored, the output
+    is 0 and its log-sum-exp is -inf (or that of the sink).
 
     Args:
         v: partial outputs, each normalised: ``[tokens, parts, heads, head_dim]``, or ``[tokens, heads, head_dim]`` of

@@ -230,8 +230,8 @@ def mla_decode(
         sinks: float32 ``[heads]``, contiguous: one logit per head that is added to the softmax denominator only. None:
             no sinks.
         global_seq_lens, cp_world, cp_rank, cp_interleave: keys divided over ranks, as for ``paged_decode``.
-        batch_invariant: make the output bits of a request depend only on its own tokens, keys and options, not on
-            batch, bounds or grid.
+        batch_invariant: make the output of a request depend, bit for bit, only on its own tokens, keys and options, not
+            on batch, bounds or grid.
         out: shaped like ``q`` with the latent columns alone, of dtype bfloat16, float16 or float8_e4m3fn (which
             saturates), addresses and strides in multiples of 16 bytes. None allocates a bfloat16 tensor if ``q`` is a
             torch tensor.

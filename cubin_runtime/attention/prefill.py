@@ -173,8 +173,8 @@ def context_attention(
 
     The last query token of a request is at the position of its last key: query token i is at position ``kv_len - q_len
     + i``. Keys and values are paged (``page_table``), ragged (``kv_cu_seq_lens``), or of one size for all requests
-    (neither). The output bits of a token depend only on its own query, its keys and the options, not on the chunking of
-    a prompt, other requests, pages, bounds or the GPU's schedule.
+    (neither). The output of a token depends, bit for bit, only on its own query, its keys and the options, not on the
+    chunking of a prompt, other requests, pages, bounds or the GPU's schedule.
 
     Args:
         q: ``[tokens, q_heads, head_dim]`` with ``q_cu_seq_lens``, or ``[batch, q_len, q_heads, head_dim]``. bfloat16 or

@@ -77,9 +77,9 @@ class TrtllmGenRelease:
 class RuntimeStats:
     """What a runtime did since its creation.
 
-    The numbers of launches, of plans made, of plans found in the cache by the full path of a call, of fast paths kept,
-    of cubins loaded, their bytes, and of failed loads. With ``Config.profile``, also the seconds that launches took in
-    the driver, otherwise None.
+    The numbers of launches, of plans made, of plans found in the cache by calls without a fast path, of fast paths
+    kept, of cubins loaded, their bytes, and of failed loads. With ``Config.profile``, also the seconds that launches
+    took in the driver, otherwise None.
     """
 
     launches: int

@@ -366,8 +366,8 @@ def sparse_mla_decode(
             denominator only. None: no sinks.
         lse_base: base of the log-sum-exp, "2" or "e".
         lse_sink: whether the log-sum-exp includes the sink. Results that ``merge_states`` is to merge must not.
-        batch_invariant: make the output bits of a query token depend only on its own query, list and options, not on
-            the other tokens or the grid.
+        batch_invariant: make the output of a query token depend, bit for bit, only on its own query, list and
+            options, not on the other tokens or the grid.
         out: ``[tokens, heads, 512]``, bfloat16, float16 or float8_e4m3fn (which saturates), addresses and strides in
             multiples of 16 bytes. None allocates a bfloat16 tensor if ``q`` is a torch tensor. A query token without a
             row gets 0.

@@ -1,7 +1,7 @@
 """flash-attention 3's functions by its positions: ``cubin_runtime.compat.flash_attn`` says what the parameters mean.
 
 Import these instead of ``flash_attn_interface``. Arguments that version 3 has not (``s_aux``, ``learnable_sink``,
-``block_table``, ``out``) are taken by name. With log-sum-exps the functions return (``out``, softmax_lse).
+``block_table``, ``out``) are keywords. With log-sum-exps the functions return (``out``, softmax_lse).
 """
 
 from __future__ import annotations

@@ -42,24 +42,21 @@ def test_every_row_of_a_table_has_as_many_cells_as_its_head() -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "Read bandwidth 4.50 TB/s, bf16 matrix product 790 TFLOP/s. Bars met: ",
-        "; 4 of the others ask for less than read alone.",
-        "| 1 x 1024 | 8.0 us | 0.53 | 12% | 7.4 us | 11.0 us | 12.1 us | failed | 1.38 | 1.50x or 93% of read | "
-        "no (below read alone) |",
-        "| D 128, q_len 8, 8 x 16384 | 133 us | 4.05 | 90% | 126 us | 143 us | 147 us | 1.08 | "
-        "1.55x or 93% of read | **no** |",
-        "| 8 | 38.4 us | 1.00x, 2.00 (1.70), yes | 1.00x, 4.00 (2.61), yes | 1.00x, 8.00 (4.82), yes |",
-        "0 of 30 cells miss their bars. Below the published speedup: none.",
-        "| 8 x 4096 | 34.9 us | 38.4 us | 1.10x | at most 1.15x default | yes |",
+        "Read bandwidth 4.50 TB/s, bf16 matrix product 790 TFLOP/s.",
+        "| 1 x 1024 | 8.0 us | 0.53 | 12% | 7.4 us | 11.0 us | 12.1 us | failed | 1.38 |",
+        "| D 128, q_len 8, 8 x 16384 | 133 us | 4.05 | 90% | 126 us | 143 us | 147 us | 1.08 |",
+        "| 8 | 38.4 us | 1.00x, 2.00 (1.70) | 1.00x, 4.00 (2.61) | 1.00x, 8.00 (4.82) |",
+        "Below the published speedup, of 30 cells: none.",
+        "| 8 x 4096 | 34.9 us | 38.4 us | 1.10x |",
         "| gqa: 1 x 1024 | 3.0 us | 6.0 us | 2.01 |",
         "| cuDNN | `RuntimeError: no engine / configuration` | 6: gqa 1 x 1024 ... |",
     ],
 )
-def test_figures_show_ratios_bars_groupings_and_failures(line: str) -> None:
+def test_figures_show_ratios_groupings_and_failures(line: str) -> None:
     assert line in figures(made_up_report())
 
 
-def test_a_row_without_the_time_of_reading_alone_has_its_other_figures() -> None:
+def test_a_row_without_the_time_of_only_reading_has_its_other_figures() -> None:
     report = made_up_report()
     for row in report["rows"]:
         del row["read_alone_us"]
@@ -75,7 +72,7 @@ def test_single_calls_stand_beside_times_in_a_sequence() -> None:
     for row in report["rows"]:
         row["ours"]["single_us"] = 10.0
         row["peers"] = {name: found | {"single_us": 12.5} for name, found in row["peers"].items()}
-    assert "| 1.38 | 10.0 us / 12.5 us (1.25) | 1.50x or 93% of read | " in figures(report)
+    assert "| 1.38 | 10.0 us / 12.5 us (1.25) |" in figures(report)
 
 
 @pytest.mark.parametrize("name", ["draw_bandwidth", "draw_roofline"])

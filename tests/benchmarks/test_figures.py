@@ -51,10 +51,12 @@ def test_rows_of_which_a_peer_is_faster_are_named_from_the_slowest_on() -> None:
         {"label": "alone"},
     ]
     assert slower({"rows": rows}) == (
-        "**Where a peer is faster**, in 3 of the 4 rows with a peer: fa3 at prompt (0.90); "
+        "**Where another implementation is faster**, in 3 of the 4 rows with one: fa3 at prompt (0.90); "
         "fa2 at 16 x 64 (0.95), 8 x 64 (0.97).",
     )
-    assert slower({"rows": rows[1:2]}) == ("**Where a peer is faster**: in none of the 1 rows with a peer.",)
+    assert slower({"rows": rows[1:2]}) == (
+        "**Where another implementation is faster**: in none of the 1 rows with one.",
+    )
     assert slower({"rows": rows[4:]}) == slower({}) == ()
 
 
@@ -89,7 +91,7 @@ def test_the_table_of_l2_policies_has_a_line_for_each_family_and_what_the_kernel
     text = figures(report, dict.fromkeys(operations, "evict_first"))
     assert "| 3 | evict_first | 0.990 (0.98 to 1.02) | 1.000 (1.00 to 1.00) | evict_first |" in text
     assert "| 1 | `__ldcs` | 1.000 (1.00 to 1.00) | - | evict_first |" in text
-    assert "The bits of all outputs are the same." in text
+    assert "All outputs are bitwise identical." in text
     assert "An `evict_normal` hint was faster than none in 1 of 2 rows: a prompt (0.909, rounds 15% apart)." in text
 
 

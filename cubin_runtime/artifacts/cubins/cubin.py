@@ -184,7 +184,7 @@ def _attributes(data: bytes, where: str) -> Iterator[tuple[int, bytes]]:
         size = int.from_bytes(data[at + 2 : at + 4], "little")
         at += 4
         if not 1 <= form <= _SIZED_VALUE:
-            raise CubinFormatError(f"{where}: attribute form {form} at byte {at - 4}, expected 1 to 4")
+            raise CubinFormatError(f"{where}: attribute format {form} at byte {at - 4}, expected 1 to 4")
         if form == _SIZED_VALUE:
             if size > end - at:
                 raise CubinFormatError(f"{where}: attribute of {size} bytes at {at} extends beyond the section")

@@ -83,7 +83,7 @@ def parse_artifacts(text: bytes, version: str, origin: str) -> FlashInferPins:
         for suffix, path, digest in releases:
             pins.append(_pin(f"{group}-{word}{suffix}", path, digest, group, origin))
     if not pins:
-        raise PinError(f"{origin}: {_FILE} does not list artifacts in a known form")
+        raise PinError(f"{origin}: {_FILE} does not list artifacts in a known way")
     return FlashInferPins(group, tuple(pins), tuple(unpinnable))
 
 

@@ -127,7 +127,7 @@ def _text(table: Mapping[str, object], key: str, where: str, form: re.Pattern[st
     if not isinstance(value, str) or not value.isprintable():
         raise PinError(f"{where}: {key} is {value!r}, expected printable text")
     if form is not None and form.fullmatch(value) is None:
-        raise PinError(f"{where}: {key} is {value!r}, expected the form {form.pattern}")
+        raise PinError(f"{where}: {key} is {value!r}, expected to match {form.pattern}")
     return value
 
 

@@ -40,7 +40,7 @@ OPERATORS: Mapping[type[Call], str] = {
 
 
 def plan(call: Call, *, backend: TrtllmGenBackend = AUTO, runtime: Runtime | None = None) -> AttentionPlan:
-    """The plan for calls of this form, from the runtime's cache or made now.
+    """The plan for calls with these shapes and dtypes, from the runtime's cache or made now.
 
     The bound on the keys is rounded up to a power of two (at most what the block table holds), so that one plan serves
     growing lengths. Planning reads no tensor. It loads the kernel only if the driver must be asked how many clusters

@@ -45,7 +45,7 @@ def bounded(call: CallT) -> CallT:
 
 
 def plan_key(call: Call) -> tuple[object, ...]:
-    """Everything that a plan depends on: forms, options and the rounded bound, but no address and no scale."""
+    """What a plan depends on: shapes, strides, dtypes, options, the rounded bound; no address and no scale."""
     parts = [_form(getattr(call, name)) for name in _FORM_FIELDS[type(call)]]
     return (type(call), bound_of(call), call.shares_pool, *parts)
 

@@ -28,7 +28,7 @@ _ADDRESS, _BOUNDLESS = 1 << 40, 1 << 62
 
 
 class AttentionPlan:
-    """The launches for all calls of one form: kernels, grids and parameters. ``operators.plan`` makes it.
+    """The launches for calls with the same shapes and dtypes: kernels, grids, parameters. Made by ``operators.plan``.
 
     It holds no tensor, workspace or stream; each run binds those. A run allocates nothing, waits for nothing, and after
     ``operators.preload`` loads nothing, so that it may be captured. Safe between threads.

@@ -107,8 +107,8 @@ def flash_attn_varlen_func(
         causal: a token sees no key behind its own position; the last tokens of queries and keys are at one position.
         window_size: keys before and behind its own position that a token sees; -1: all. With ``causal`` none behind.
         softcap: scores become ``softcap * tanh(score / softcap)``; 0: they do not.
-        deterministic: give a token the bits that ``flash_attn_with_kvcache`` gives it with this option, if head_dim is
-            64 or 128. Without it, too, the bits of a token depend on its own request alone.
+        deterministic: give a token the output that ``flash_attn_with_kvcache`` gives it with this option, bit for bit,
+            if head_dim is 64 or 128. Without it, too, the output of a token depends on its own request alone.
         num_splits, pack_gqa: accepted; they change nothing.
         return_attn_probs: return the log-sum-exp too; the third of the tuple, the probabilities, is None.
         block_table, page_table: int32 ``[batch, columns]``, one of them.

@@ -15,7 +15,7 @@ so do ``trtllm_batch_decode_with_kv_cache`` and ``trtllm_batch_decode_with_kv_ca
 - Workspaces are FlashInfer's: semaphores, which are zero before first use and left so, and scratch memory.
 - They take more: q_len up to 16 at every head dimension, up to 32 query heads per KV head, pages of up to 1024 tokens
   or of any size that holds a whole request, any mask on every path (None: causal), sinks with draft tokens, windows
-  with any mask (counted from a query token's index, as FlashInfer does), ragged drafts, e4m3 queries, an LSE, any
+  with any mask (counted from a query token's index, as FlashInfer does), ragged draft tokens, e4m3 queries, an LSE, any
   output dtype.
 - MLA: what FlashInfer has for SM120 only, with 1 to 128 heads, q_len up to 16, ragged queries, sinks and an LSE.
   ``bmm2_scale`` of the batch operators is a factor of the output alone, on SM120 FlashInfer's of the scores too.

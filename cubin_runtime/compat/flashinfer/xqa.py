@@ -73,7 +73,7 @@ def xqa(
         k_cache, v_cache: ``[pages, page_size, kv_heads, head_dim]`` (NHD) or ``[pages, kv_heads, page_size,
             head_dim]`` (HND), any strides between rows; the dtype of q, or e4m3.
         page_table: int32 ``[batch, columns]``; its capacity is the bound on the KV lengths.
-        seq_lens: uint32 or int32 ``[batch, 1]`` or ``[batch]``, KV length of each request, drafts included.
+        seq_lens: uint32 or int32 ``[batch, 1]`` or ``[batch]``, KV length of each request, draft tokens included.
         output: shaped like ``q``; bf16, fp16 or e4m3.
         workspace_buffer: scratch, any dtype and contents; like ``semaphores`` contiguous and 16-byte aligned.
         semaphores: zero before first use, left so; any dtype. Work of one stream must be done with it before another

@@ -213,7 +213,7 @@ def _tensor(
     (address,) = _numbers([form.get("address")], name)
     paged, output, word = form.get("paged"), form.get("output"), form.get("dtype")
     if len(shape) != len(strides) or type(paged) is not bool or type(output) is not bool or word not in _NAMES:
-        raise CorruptError(f"{name}: {form!r}, expected a tensor's form")
+        raise CorruptError(f"{name}: {form!r}, expected a tensor's dtype, shape and strides")
     wanted = [pages, *shape[1:]] if paged and shape else shape
     dtype, found, data = stored.get(name, (word, wanted, b""))
     if (dtype, found) != (word, wanted) or (name not in stored and not output):

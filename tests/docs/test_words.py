@@ -1,0 +1,51 @@
+"""Users' pages, messages and public docstrings are in the words of the field; private ones stand in the glossary."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+import pytest
+from pages import PAGES, ROOT
+from words import messages_of, private_words, prose_of, published
+
+PACKAGE = ROOT / "cubin_runtime"
+REFERENCE = [page for page in PAGES if page.startswith("docs/reference/") and "\n::: " in PAGES[page]]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if not page.startswith("docs/contributing/")])
+def test_a_users_page_has_no_private_word(page: str) -> None:
+    assert private_words(prose_of(PAGES[page])) == []
+
+
+@pytest.mark.parametrize(
+    "folder", ["*.py", *(f"{found.name}/**/*.py" for found in PACKAGE.iterdir() if found.is_dir())]
+)
+def test_errors_and_help_have_no_private_word(folder: str) -> None:
+    modules: list[Path] = sorted(PACKAGE.glob(folder))
+    assert [found for module in modules for text in messages_of(module) for found in private_words(text)] == []
+
+
+@pytest.mark.parametrize("page", REFERENCE)
+def test_the_reference_has_no_private_word(page: str) -> None:
+    texts = [inspect.getdoc(one) or "" for one in published(PAGES[page])]
+    assert texts
+    assert [found for text in texts for found in private_words(text)] == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "as fast as the best peer",
+        "Read alone",
+        "calls of the same form",
+        "the bits of a request",
+        "e4m3 is refused by name",
+    ],
+)
+def test_a_private_word_is_found(text: str) -> None:
+    assert private_words(prose_of(text)) != []
+
+
+def test_code_and_addresses_are_no_prose() -> None:
+    assert private_words(prose_of("`--peers` ![plot](divided_keys.png)\n```sh\nmake bars\n```\n")) == []

@@ -1,0 +1,60 @@
+"""Words of this project's own, and what a reader of this field calls them instead."""
+
+from __future__ import annotations
+
+import ast
+import pkgutil
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType, ModuleType
+
+# Pattern -> the plain term. None of them stands on a user's page, in a message or in a public docstring.
+PRIVATE: Mapping[str, str] = MappingProxyType(
+    {
+        r"bars?\b(?! (?:chart|for each|is))": "target",
+        r"peers?": "other implementation, client or GPU",
+        r"read[ -]alone": "read-only time",
+        r"forms?(?! one\b)": "shape, strides and dtype, or layout",
+        r"full path": "without the fast path",
+        r"drafts": "draft tokens",
+        r"divided keys": "context-parallel keys",
+        r"(?:refused|chosen|only|taken) by name": "raises UsageError that names it, or asked for with backend=",
+        r"(?:same|equal|other|wrong|these|own) bits": "bitwise identical",
+        r"bits (?:of|that) (?:a|the) (?:request|rank|token|query|output|prefill)": "output, bit for bit",
+        r"(?:times?|ratio|peer|library) by ours": "relative to ours",
+        r"what lacks": "what is missing",
+        r"taken out of": "removed from",
+    }
+)
+_ANY = re.compile("|".join(rf"\b{pattern}\b" for pattern in PRIVATE), re.IGNORECASE)
+
+
+def private_words(text: str) -> list[str]:
+    """The private words of a text, each with what stands around it."""
+    return [text[max(0, found.start() - 30) : found.end() + 30].replace("\n", " ") for found in _ANY.finditer(text)]
+
+
+def prose_of(page: str) -> str:
+    """The text of a page of Markdown without code, addresses of links, and HTML comments."""
+    without = re.sub(r"^```.*?^```$|<!--.*?-->|`[^`\n]*`", " ", page, flags=re.MULTILINE | re.DOTALL)
+    return re.sub(r"\]\([^)]*\)", "]", without)
+
+
+def messages_of(module: Path) -> Iterator[str]:
+    """The literal text of a module's errors, and of its options' help."""
+    for node in ast.walk(ast.parse(module.read_text())):
+        parts = [node.exc] if isinstance(node, ast.Raise) and node.exc else []
+        parts += [one.value for one in node.keywords if one.arg == "help"] if isinstance(node, ast.Call) else []
+        for part in (inner for outer in parts for inner in ast.walk(outer)):
+            if isinstance(part, ast.Constant) and isinstance(part.value, str):
+                yield part.value
+
+
+def published(page: str) -> Iterator[object]:
+    """What a page of the reference shows: the objects that it names, and their public members."""
+    for name in re.findall(r"^::: (\S+)$", page, re.MULTILINE):
+        found = pkgutil.resolve_name(name)
+        yield found
+        members = vars(found).items() if isinstance(found, (type, ModuleType)) else ()
+        yield from (member for key, member in members if not key.startswith("_") and callable(member))
