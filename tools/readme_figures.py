@@ -1,4 +1,4 @@
-"""Write the README's support matrix and headline figures, and the GPUs of FlashInfer's functions, between markers.
+"""Write the README's support matrix, its figures and those of the home page, and the GPUs of FlashInfer's functions.
 
 They come from the code and the JSON. ``make figures`` writes them; a test compares the pages with what that writes.
 """
@@ -177,6 +177,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 PAGES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     "README.md": {"support": support_matrix, "figures": headlines},
+    "docs/index.md": {"figures": lambda: headlines().replace("](docs/", "](")},
     "docs/flashinfer.md": {"backends": backend_matrix},
 }
 

@@ -10,13 +10,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from site_links import BESIDE, dead_links  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 HELP = "<!-- help of every verb -->"
 SCHEMAS = "<!-- JSON schema of every verb -->"
-# Files of the repository that the pages may link to; the site has them under the same names.
-BESIDE = ("benchmarks/results/*.json", "benchmarks/results/*.txt", "examples/*.py")
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -37,6 +40,13 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     for folder in (pattern.rpartition("/")[0] for pattern in BESIDE):
         markdown = markdown.replace(f"]({above}{folder}/", f"]({above.removeprefix('../')}{folder}/")
     return markdown
+
+
+def on_post_build(config: Any) -> None:
+    """Refuse a site with a link or picture that leads nowhere, also where it leaves the pages for the repository."""
+    dead = dead_links(Path(config["site_dir"]))
+    if dead:
+        raise PluginError("dead links: " + "; ".join(dead))
 
 
 def command_line_reference() -> str:

@@ -1,0 +1,43 @@
+"""The site has every file that its pages link to, and its navigation groups the guides."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from pages import PAGES, ROOT
+
+from tools.site_links import BESIDE, dead_links
+
+BEHIND = frozenset(file.relative_to(ROOT) for pattern in BESIDE for file in ROOT.glob(pattern))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("docs/")])
+def test_links_out_of_the_pages_lead_to_files_that_the_site_has(page: str) -> None:
+    here = (ROOT / page).parent
+    prose = re.sub(r"^```.*?^```$", "", PAGES[page], flags=re.MULTILINE | re.DOTALL)
+    links = (link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", prose) if "://" not in link)
+    targets = {(here / link).resolve().relative_to(ROOT) for link in links if link}
+    assert [str(target) for target in targets if target.parts[0] != "docs" and target not in BEHIND] == []
+
+
+def test_a_link_that_leads_nowhere_is_found(tmp_path: Path) -> None:
+    (tmp_path / "a.html").write_text('<a href="b.html#x"><a href=sub/c.html><img src="/p.png"><a href="https://h/x">')
+    (tmp_path / "b.html").write_text('<a href="sub">folder</a>')
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "p.png").write_bytes(b"")
+    assert dead_links(tmp_path) == ["a.html: sub/c.html", "b.html: sub"]
+
+
+def test_no_group_of_the_navigation_has_more_than_ten_entries() -> None:
+    lines = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2].partition("\n\n")[0].splitlines()
+    depth = [len(line) - len(line.lstrip()) for line in lines]
+    groups = [place for place, line in enumerate(lines) if line.endswith(":")]
+    sizes = {}
+    for group in groups:
+        inner = next((d for d in depth[group + 1 :]), 0)
+        until = next((n for n in range(group + 1, len(lines)) if depth[n] <= depth[group]), len(lines))
+        sizes[lines[group].strip()] = sum(d == inner for d in depth[group + 1 : until])
+    assert sizes
+    assert {name: size for name, size in sizes.items() if size > 10} == {}
