@@ -15,7 +15,7 @@ from mkdocs.structure.files import File
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from site_links import BESIDE, dead_links  # noqa: E402
+from site_links import BESIDE, dead_links
 
 ROOT = Path(__file__).resolve().parents[1]
 HELP = "<!-- help of every verb -->"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 from context_examples import KERNELS as CONTEXT_KERNELS
