@@ -41,7 +41,7 @@ def steps(report: Report) -> str:
             "The largest difference between a step's output and that of one GPU with all keys, by the largest value: "
             f"{errors}. Steps ran as calls and as replays with other queries and lengths.",
             f"**Predictions, not measured.** The times of {world} GPUs continued along bytes read and bytes sent, to "
-            "more GPUs that are linked as these are; the higher number if each further peer adds as much latency to "
+            "more GPUs that are linked as these are; the higher number if each further GPU adds as much latency to "
             "the exchange as the measured one:",
             _predicted(report["model"]),
         )

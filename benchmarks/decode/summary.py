@@ -59,7 +59,9 @@ def overview(results: Path) -> str:
     lines = (
         (
             "[Paged decode on an H200](decode.md)",
-            _said(decode, f"up to {share:.0%} of the read bandwidth; ", "the speed of the fastest other implementation"),
+            _said(
+                decode, f"up to {share:.0%} of the read bandwidth; ", "the speed of the fastest other implementation"
+            ),
         ),
         ("[MLA decode on an H200](mla.md)", _said(mla, "", f"the speed of {of_mla}")),
         ("[Context attention on an H200](prefill.md)", _said(prefill, "", f"the speed of {of_prefill}")),
