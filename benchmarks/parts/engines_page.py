@@ -154,7 +154,7 @@ def _states(engine: str, rows: Sequence[Row]) -> str:
     lines = []
     for row in (row for row in rows if "crowds" in row):
         counted = [f"{_name(label)} {each['equal']} of {each['of']}" for label, each in row["crowds"].items()]
-        lines.append(("the same bits alone and among 84 requests", MODELS[row["model"]], "; ".join(counted)))
+        lines.append(("bitwise identical alone and among 84 requests", MODELS[row["model"]], "; ".join(counted)))
     for row in (row for row in rows if "answers" in row):
         said = [f"{_name(label)} {'yes' if each['equal'] else 'no'}" for label, each in row["answers"].items()]
         lines.append((f"the same tokens after: {row['state']}", MODELS[row["model"]], "; ".join(said)))
