@@ -113,7 +113,10 @@ def _readiness(engine: str, rows: Sequence[Row]) -> str:
         if row["requests"] != 20:
             lines.append((MODELS[row["model"]], requests, *counted))
         before = now
-    return _table(("model", "requests so far", "modules loaded", "allocations", "functions written"), lines)
+    table = _table(("model", "requests so far", "modules loaded", "allocations", "functions written"), lines)
+    starts = [(row["model"], row["start"][OURS[engine]]) for row in rows if "start" in row]
+    taken = [f"{start['ours_seconds']:.2f} s ({MODELS[model]})" for model, start in starts if "ours_seconds" in start]
+    return f"{table}\n\nOur part of the engine's start took {', '.join(taken)}." if taken else table
 
 
 def _drafts(engine: str, rows: Sequence[Row]) -> str:

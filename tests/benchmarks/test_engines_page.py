@@ -1,0 +1,61 @@
+"""The page on engines shows what was measured, and leaves out what failed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "benchmarks"))
+
+from parts.engines_page import figures  # noqa: E402
+
+PACKAGES = {"vllm": "0.26.0", "sglang": "0.5.16", "torch": "2.11.0"}
+
+
+def page(folder: Path, name: str, *rows: dict[str, Any]) -> str:
+    report = {"environment": {"gpu": {"name": "a GPU"}, "packages": PACKAGES}, "rows": rows}
+    (folder / f"{name}.json").write_text(json.dumps(report))
+    return figures(folder)
+
+
+def test_nothing_was_measured(tmp_path: Path) -> None:
+    assert figures(tmp_path) == "No measurement is committed yet."
+
+
+def test_a_section_of_rows_that_failed_is_left_out(tmp_path: Path) -> None:
+    assert page(tmp_path, "vllm_tokens", {"model": "llama", "error": "it ended"}) == "No measurement is committed yet."
+
+
+def test_errors_stand_beside_each_other_by_backend(tmp_path: Path) -> None:
+    ours, other = ({"mean_error": error, "tokens": 1536} for error in (0.01234, 0.02))
+    made, judge = {"CUSTOM": {}, "FLASH_ATTN": {}}, {"CUSTOM": ours, "FLASH_ATTN": other}
+    text = page(tmp_path, "vllm_tokens", {"model": "llama", "made": made, "judge": judge})
+    assert "| model | tokens | ours | FlashAttention-3 |" in text
+    assert text.endswith("| Llama 3 8B, 4 layers | 1,536 | 0.0123 | 0.0200 |")
+
+
+def test_the_best_of_the_rounds_and_the_ratios_of_a_job(tmp_path: Path) -> None:
+    rounds = {"cubin_runtime": [{"whole": 2.0}, {"whole": 1.5}], "triton": [{"whole": 3.0}, {"whole": 1.8}]}
+    row = {"model": "llama-shape", "job": "1 x 8 + 2", "rounds": rounds, "ratios": {"whole": 1.2}}
+    text = page(tmp_path, "sglang_figures", row)
+    assert text.endswith("| Llama 3 8B, 32 layers | 1 x 8 + 2 | 1.50 | 1.80 (Triton) | 1.20 | - |")
+
+
+def test_what_came_after_the_first_requests_is_counted_from_there(tmp_path: Path) -> None:
+    counts = {20: (2, 52, 12), 500: (2, 53, 14)}
+    names = ("loads", "allocations", "functions")
+    rows = [
+        {"model": "llama", "requests": number, "after": {"CUSTOM": dict(zip(names, counted, strict=True))}}
+        for number, counted in counts.items()
+    ]
+    text = page(tmp_path, "vllm_readiness", *rows)
+    assert text.endswith("| Llama 3 8B, 4 layers | 520 | 0 | 1 | 2 |")
+
+
+def test_the_reason_of_a_refusal(tmp_path: Path) -> None:
+    lines = ["a warning: not supported here", "ValueError: Selected backend. Reason: ['head_size not supported']"]
+    text = page(tmp_path, "vllm_refusals", {"refused": "head_dim 512", "lines": lines})
+    assert text.endswith("| head_dim 512 | `head_size not supported` |")
