@@ -146,9 +146,10 @@ def states(run: Run) -> None:
     """Batch invariance, chunks of prompts, sleep and wake, dropped requests, preemption in a small cache."""
     model = (run.names or ("llama",))[0]
     with ExitStack() as stack:
-        engines = run.pair(stack, model, environment={"VLLM_BATCH_INVARIANT": "1"}, enforce_eager=True)
+        invariant = {"VLLM_BATCH_INVARIANT": "1"}
+        engines = run.pair(stack, model, in_process=True, environment=invariant, enforce_eager=True)
         for engine in engines:
-            engine.tell("crowd", times=50)
+            engine.tell("traced" if engine.label == OURS else "crowd", times=50)
         run.row(model=model, state="batch invariance", crowds={engine.label: engine.answer() for engine in engines})
     with ExitStack() as stack:
         chunks = {f"{OURS} {chunk}": {"max_num_batched_tokens": chunk} for chunk in (512, 2048)}

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .commands import Requests, memory, prompt_of
+from .trace import Trace
 
 DEFAULTS = {"skip_tokenizer_init": True, "max_model_len": 8192, "dtype": "bfloat16", "seed": 0}
 DEFAULTS |= {"max_num_batched_tokens": 8192, "enable_prefix_caching": True, "disable_log_stats": True}
@@ -56,6 +57,7 @@ class Worker(Requests):
 
         # vLLM reads what a model can do in a new process, which imports vLLM again for as long as the start takes.
         registry._run_in_subprocess = lambda asked: asked()
+        self._trace = Trace()
         if in_process:
             self._time_attention(options["attention_backend"])
         begin = time.perf_counter()
@@ -74,6 +76,7 @@ class Worker(Requests):
             from cubin_runtime.integrations.vllm.backend import CubinRuntimeMetadataBuilder as Builder
             from cubin_runtime.launch.driver import Driver
 
+            self._trace.wrap(Impl)
             self._clock.wrap(Impl, "_make_ready")
             self._clock.wrap(Driver, "allocate")
         self._clock.wrap(Impl, "forward")
@@ -105,6 +108,23 @@ class Worker(Requests):
 
         default_runtime().freeze()
         return self.counters()
+
+    def traced(self, times: int) -> dict[str, int]:
+        """As ``crowd``, with what the layers of ours got and gave; the engine is in its process, without graphs."""
+        chance = random.Random(11)
+        others = [prompt_of(chance, chance.randrange(20, 2000)) for _ in range(80)]
+        counted = {"equal": 0, "of": 4 * times}
+        for _ in range(times):
+            mine = [prompt_of(chance, chance.randrange(100, 1500)) for _ in range(4)]
+            self._trace.alone()
+            alone = [self._generate([each], 24, logprobs=1)[0] for each in mine]
+            self._engine.reset_prefix_cache()
+            self._trace.crowd()
+            together = self._generate(others[:40] + mine + others[40:], 24, logprobs=1)[40:44]
+            counted["equal"] += sum(one == other for one, other in zip(alone, together, strict=True))
+            for name, number in self._trace.parted().items():
+                counted[name] = counted.get(name, 0) + number
+        return counted
 
     def host(self, requests: int, new: int, seed: int) -> dict[str, Any]:
         """Host time of a decode step's attention: the builder, and all layers."""
