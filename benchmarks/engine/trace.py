@@ -26,12 +26,11 @@ class Trace:
         """Note the forward passes of a class of layers."""
         inner: Callable[..., Any] = layer_class.forward
 
-        def forward(  # vLLM's names
-            own: Any, layer: Any, query: Any, key: Any, value: Any, kv_cache: Any, attn_metadata: Any, output: Any
-        ) -> Any:
-            result = inner(own, layer, query, key, value, kv_cache, attn_metadata, output)
-            if self._rows is not None and attn_metadata is not None:
-                self._note(layer.layer_name, query, kv_cache, attn_metadata, output)
+        def forward(own: Any, layer: Any, query: Any, key: Any, value: Any, *given: Any, **named: Any) -> Any:
+            result = inner(own, layer, query, key, value, *given, **named)
+            kv_cache, step = given[:2]
+            if self._rows is not None and step is not None:
+                self._note(layer.layer_name, query, kv_cache, step, named["output"])
             return result
 
         layer_class.forward = forward
