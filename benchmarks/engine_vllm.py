@@ -9,7 +9,7 @@ Run by ``engine_run.sh`` on a machine with a Hopper GPU, with what ``tools/pack_
 * ``host``: host time of a step's attention.
 * ``drafts``: jobs with drafters, and judged tokens.
 * ``refusals``: what is refused at start, with its reason.
-* ``states``: batch invariance, chunk sizes, sleep and wake, dropped requests, preemption.
+* ``states``: sleep and wake, reloaded weights, dropped requests, preemption, chunk sizes, batch invariance.
 * ``server``: time to the first token of streaming clients, first and later bursts after a start.
 * ``ranks``: tensor parallelism over two GPUs: judged tokens, and a start of both ranks on an empty store.
 * ``dealt``: decode context parallelism over two GPUs: judged tokens.
@@ -49,7 +49,9 @@ def tokens(run: Run) -> None:
     for model in run.names or MODELS:
         with ExitStack() as stack:
             try:
-                third: dict[str, dict[str, Any]] = {} if run.peer_of(model) == MLA_PEER else {"TRITON_ATTN": {}}
+                third: dict[str, dict[str, Any]] = {
+                    "TRITON_MLA" if run.peer_of(model) == MLA_PEER else "TRITON_ATTN": {}
+                }
                 engines = run.pair(stack, model, more={f"{OURS} eager": {"enforce_eager": True}, **third})
                 run.row(model=model, **run.both(engines), **run.judged(engines, model, model))
             except RuntimeError as error:
@@ -94,19 +96,19 @@ def host(run: Run) -> None:
 
 
 def drafters(run: Run) -> dict[str, dict[str, Any] | None]:
-    """N-grams, whose drafts differ in number; chains of EAGLE; the model itself, whose drafts hold; and no drafter."""
+    """The model itself, whose drafts hold; chains of EAGLE; n-grams, whose drafts differ in number; and no drafter."""
     four = {"num_speculative_tokens": 4}
     return {
-        "n-gram": {**four, **NGRAM},
-        "EAGLE": {**four, "method": "eagle", "model": str(run.models / "llama-eagle")},
         "the model": {**four, "method": "draft_model", "model": str(run.models / "llama")},
+        "EAGLE": {**four, "method": "eagle", "model": str(run.models / "llama-eagle")},
+        "n-gram": {**four, **NGRAM},
         "none": None,
     }
 
 
 def drafts(run: Run) -> None:
     """Jobs with drafts, in turns, and judged tokens."""
-    jobs = {"1 x 512": [512], "16 x 512": [512] * 16, "64 x 1,024": [1024] * 64}
+    jobs = {"1 x 512": [512], "64 x 1,024": [1024] * 64}
     for drafter, asked in drafters(run).items():
         more: dict[str, Any] = {} if asked is None else {"speculative_config": asked}
         with ExitStack() as stack:
@@ -143,26 +145,15 @@ def refusals(run: Run) -> None:
 
 
 def states(run: Run) -> None:
-    """Batch invariance, chunks of prompts, sleep and wake, dropped requests, preemption in a small cache."""
+    """Sleep, reload and dropped requests, preemption in a small cache, chunks of prompts, batch invariance."""
     model = (run.names or ("llama",))[0]
-    with ExitStack() as stack:
-        invariant = {"VLLM_BATCH_INVARIANT": "1"}
-        engines = run.pair(stack, model, in_process=True, environment=invariant, enforce_eager=True)
-        for engine in engines:
-            engine.tell("traced" if engine.label == OURS else "crowd", times=50)
-        run.row(model=model, state="batch invariance", crowds={engine.label: engine.answer() for engine in engines})
-    with ExitStack() as stack:
-        chunks = {f"{OURS} {chunk}": {"max_num_batched_tokens": chunk} for chunk in (512, 2048)}
-        engines = run.start(stack, model, chunks)
-        run.row(model=model, state="chunks of prompts", **run.judged(engines, model, f"{model}.chunks"))
-    with ExitStack() as stack:
-        for name in run.names or (model, "gptoss"):
+    for name in run.names or (model, "gptoss"):
+        with ExitStack() as stack:
             engines = run.pair(stack, name, enable_sleep_mode=True)
             for what, asked in (("sleep", {"level": 1}), ("reload", {}), ("sleep", {"level": 2})):
                 answers = {engine.label: engine.ask(what, **asked) for engine in engines}
                 run.row(model=name, state=" ".join(map(str, (what, *asked.values()))), answers=answers)
-            for engine in engines:
-                engine.end()
+    with ExitStack() as stack:
         engines = run.pair(stack, model)
         answers = {engine.label: engine.ask("abandoned", times=25) for engine in engines}
         run.row(model=model, state="dropped requests", answers=answers)
@@ -170,6 +161,16 @@ def states(run: Run) -> None:
         engines = run.start(stack, model, {OURS: {"kv_cache_memory_bytes": 600_000_000}})
         for number in range(10):
             run.row(model=model, state="a cache of 600 MB", after=engines[0].ask("mixed", requests=500, seed=number))
+    with ExitStack() as stack:
+        chunks = {f"{OURS} {chunk}": {"max_num_batched_tokens": chunk} for chunk in (512, 2048)}
+        engines = run.start(stack, model, chunks)
+        run.row(model=model, state="chunks of prompts", **run.judged(engines, model, f"{model}.chunks"))
+    with ExitStack() as stack:
+        invariant = {"VLLM_BATCH_INVARIANT": "1"}
+        engines = run.pair(stack, model, in_process=True, environment=invariant, enforce_eager=True)
+        for engine in engines:
+            engine.tell("traced" if engine.label == OURS else "crowd", times=50)
+        run.row(model=model, state="batch invariance", crowds={engine.label: engine.answer() for engine in engines})
 
 
 def server(run: Run) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .driver import Engine, Run
+from .ratios import ratios_of
 
 
 def take_turns(
@@ -19,14 +20,4 @@ def take_turns(
             seed = 2 + number if fresh else 1
             for engine in engines if number % 2 else engines[::-1]:
                 rounds[engine.label].append(engine.ask("job", prompts=prompts, new=new, seed=seed, fresh=fresh))
-        run.row(**named, job=name, rounds=rounds, ratios=_ratios(rounds, run.ours))
-
-
-def _ratios(rounds: dict[str, list[dict[str, Any]]], ours: str) -> dict[str, float]:
-    """The other backend's best time over ours, for the whole job and for its decodes."""
-    kinds = [kind for kind in ("whole", "decode") if all(kind in each for of in rounds.values() for each in of)]
-    best = {kind: {backend: min(each[kind] for each in rounds[backend]) for backend in rounds} for kind in kinds}
-    return {
-        kind: round(min(of for name, of in times.items() if name != ours) / times[ours], 4)
-        for kind, times in best.items()
-    }
+        run.row(**named, job=name, rounds=rounds, ratios=ratios_of(rounds, run.ours))

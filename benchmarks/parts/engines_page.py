@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from decode.tables import NOT_MEASURED, Report, report_of
+from engine.ratios import best_of, ratios_of
 
 Row = Mapping[str, Any]
 ENGINES = ("vllm", "sglang")
@@ -21,6 +22,7 @@ NAMES = {
     "FLASH_ATTN": "FlashAttention-3",
     "FLASH_ATTN_MLA": "FlashAttention-3",
     "TRITON_ATTN": "Triton",
+    "TRITON_MLA": "Triton",
     "triton": "Triton",
 }
 MODELS = {
@@ -85,10 +87,11 @@ def _tokens(engine: str, rows: Sequence[Row]) -> str:
     lines = []
     for row in rows:
         judged = row["judge"]
-        if isinstance(judged, str):
+        if isinstance(judged, str) or OURS[engine] not in judged:
             continue
         errors = [f"{judged[label]['mean_error']:.4f}" if label in judged else "-" for label in labels]
-        lines.append((MODELS[row["model"]], f"{judged[OURS[engine]]['tokens']:,}", *errors))
+        where = f", {row['gpu']}" if "gpu" in row else ""
+        lines.append((f"{MODELS[row['model']]}{where}", f"{judged[OURS[engine]]['tokens']:,}", *errors))
     return _table(("model", "tokens", *map(_name, labels)), lines)
 
 
@@ -96,11 +99,12 @@ def _jobs(engine: str, rows: Sequence[Row]) -> str:
     lines = []
     for row in (row for row in rows if "job" in row):
         ours, (peer, *_) = OURS[engine], [label for label in row["rounds"] if label != OURS[engine]]
-        kind = "whole" if "whole" in row["ratios"] else "cached"
-        best = {label: min(each[kind] for each in row["rounds"][label]) for label in (ours, peer)}
-        ratios = [f"{row['ratios'][each]:.2f}" if each in row["ratios"] else "-" for each in ("whole", "decode")]
+        kind = "whole" if all("whole" in each for each in row["rounds"][ours]) else "cached"
+        best = {label: best_of(row["rounds"][label])[kind] for label in (ours, peer)}
+        ratios = ratios_of(row["rounds"], ours)
+        shown = [f"{ratios[each]:.2f}" if each in ratios else "-" for each in (kind, "decode")]
         seconds = (f"{best[ours]:.2f}", f"{best[peer]:.2f} ({_name(peer)})")
-        lines.append((MODELS[row["model"]], row["job"], *seconds, *ratios))
+        lines.append((MODELS[row["model"]], row["job"], *seconds, *shown))
     return _table(("model", "requests x prompt + new tokens", "ours, s", "other, s", "job", "decodes"), lines)
 
 
@@ -158,6 +162,9 @@ def _states(engine: str, rows: Sequence[Row]) -> str:
     for row in (row for row in rows if "crowds" in row):
         counted = [f"{_name(label)} {each['equal']} of {each['of']}" for label, each in row["crowds"].items()]
         lines.append(("bitwise identical alone and among 84 requests", MODELS[row["model"]], "; ".join(counted)))
+        if "attention" in (ours := row["crowds"][OURS[engine]]):
+            traced = f"{ours['attention']} of {ours['rows']:,} (rows of layers with the same queries, keys and values)"
+            lines.append(("outputs of our attention that differed then", MODELS[row["model"]], traced))
     for row in (row for row in rows if "answers" in row):
         said = [f"{_name(label)} {'yes' if each['equal'] else 'no'}" for label, each in row["answers"].items()]
         lines.append((f"the same tokens after: {row['state']}", MODELS[row["model"]], "; ".join(said)))
