@@ -214,15 +214,19 @@ def _first_start(run: Run, model: str, **options: Any) -> dict[str, Any]:
 
 def dealt(run: Run) -> None:
     """Decode context parallelism over two GPUs, of models with MLA: judged tokens, beside tensor parallelism alone."""
+    divided = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}
     for model in run.names or ("deepseek",):
         with ExitStack() as stack:
-            try:
-                more = {f"{OURS} undivided": {"decode_context_parallel_size": 1}}
-                given = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}
-                engines = run.pair(stack, model, more=more, **given)
-                run.row(model=model, **run.both(engines), **run.judged(engines, model, f"{model}.dealt"))
-            except RuntimeError as error:
-                run.row(model=model, error=str(error))
+            more = {f"{OURS} undivided": {"decode_context_parallel_size": 1}, "TRITON_MLA": {}}
+            engines, failed = [], {}
+            for engine in run.pair(stack, model, more=more, wait=False, **divided):
+                try:
+                    engine.wait()
+                    engines.append(engine)
+                except RuntimeError as error:
+                    failed[engine.label] = str(error)
+            judged = run.judged(engines, model, f"{model}.dealt")
+            run.row(model=model, failed=failed, **run.both(engines), **judged)
 
 
 def rank_figures(run: Run) -> None:
