@@ -73,6 +73,20 @@ def soak(report: Report) -> str:
     )
 
 
+def outcome(report: Report) -> str:
+    """How the tests of two GPUs ended; nothing before they ran."""
+    if not report:
+        return ""
+    environment = report["environment"]
+    (step,) = report["steps"]
+    releases = ", ".join(f"{name} ({digest[:12]})" for name, digest in report["releases"].items())
+    return (
+        f"Tests that need two GPUs: {step['last_line'].strip('= ')}; {environment['gpu']['name']}, "
+        f"{environment['date'][:10]}, {releases}. Data: "
+        "[`gpu_run_two_gpus.json`](../benchmarks/results/gpu_run_two_gpus.json)."
+    )
+
+
 def _pairs(rows: Sequence[Row]) -> list[tuple[Row, Row]]:
     """The rows of both exchanges of each case."""
     found: dict[tuple[Any, ...], dict[str, Row]] = {}

@@ -123,7 +123,8 @@ def _divided(results: Path) -> str:
 def _several(results: Path) -> str:
     report = report_of(results / "soak.json")
     text = divided_page.soak(report)
-    parts = [_aged(text, report["rows"], results) if text else NOT_MEASURED, engines_page.ranks(results)]
+    parts = [divided_page.outcome(report_of(results / "gpu_run_two_gpus.json"))]
+    parts += [_aged(text, report["rows"], results) if text else NOT_MEASURED, engines_page.ranks(results)]
     return "\n\n".join(filter(None, parts))
 
 

@@ -10,7 +10,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
-from decode.divided_page import soak, steps
+from decode.divided_page import outcome, soak, steps
 from divided.model import bytes_sent, predictions
 
 ENVIRONMENT = {"gpu": {"name": "GPU"}, "packages": {"torch": "2"}, "date": "2026-01-02T03:04"}
@@ -78,3 +78,10 @@ def test_the_soak_names_each_gpu_and_what_differed() -> None:
     text = soak({"environment": ENVIRONMENT, "devices": 2, "rows": rows})
     assert "| a thread for each GPU | 0 | 250,000 | 4.5 s | paged: 0 |" in text
     assert "| a process for each GPU | 1 | 250,000 | 4.5 s | paged: 0 |" in text
+
+
+def test_the_end_of_the_tests_is_told_with_the_release() -> None:
+    step = {"step": "multi_gpu", "last_line": "88 passed, 1 skipped in 40.2s (0:00:40)"}
+    text = outcome({"environment": ENVIRONMENT, "releases": {"hopper-0.1.0": "d2efcd3f7a64c4c8"}, "steps": [step]})
+    assert "88 passed, 1 skipped in 40.2s (0:00:40); GPU, 2026-01-02, hopper-0.1.0 (d2efcd3f7a64)." in text
+    assert outcome({}) == ""
