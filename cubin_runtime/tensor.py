@@ -125,7 +125,8 @@ def _from_torch(tensor: Any, name: str) -> TensorView:
 def _torch_device(tensor: Any, name: str) -> int:
     device = tensor.device
     if device.type != "cuda":
-        raise UsageError(f"{name}: is on {device}, expected a CUDA device")
+        planning = "; a plan with device_facts='H200', or of another GPU, takes it" if device.type == "meta" else ""
+        raise UsageError(f"{name}: is on {device}, expected a CUDA device{planning}")
     return device.index or 0
 
 

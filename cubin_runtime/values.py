@@ -34,6 +34,7 @@ class HashedOnce(tuple[ItemT, ...]):
 
 
 if TYPE_CHECKING:
+    import inspect
     from dataclasses import dataclass
 else:
 
@@ -73,9 +74,27 @@ else:
             for name, method in methods.items():
                 if name not in vars(cls) or name in ("__init__", "__setattr__", "__delattr__"):
                     setattr(made, name, method)
+            made.__signature__ = _Signature()
             return made
 
         return define
+
+
+class _Signature:
+    """The signature of a class by its fields, made when somebody asks: ``inspect`` is slow to load."""
+
+    def __get__(self, value: object, cls: type) -> inspect.Signature:
+        from inspect import Parameter, Signature
+
+        parameters = []
+        for field in dataclasses.fields(cls):
+            default = Parameter.empty if field.default is dataclasses.MISSING else field.default
+            if field.default_factory is not dataclasses.MISSING:
+                default = field.default_factory()
+            kind = Parameter.KEYWORD_ONLY if field.kw_only else Parameter.POSITIONAL_OR_KEYWORD
+            parameters.append(Parameter(field.name, kind, default=default, annotation=field.type))
+        parameters.sort(key=lambda parameter: parameter.kind)
+        return Signature(parameters)
 
 
 def _initializer(cls: Any, fields: tuple[dataclasses.Field[Any], ...]) -> Callable[..., None]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
 import pkgutil
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -73,3 +75,40 @@ def test_an_exported_error_is_the_one_that_is_raised(name: str) -> None:
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         cubin_runtime.nothing  # noqa: B018
+
+
+VALUES = ("Artifact", "Config", "Cubin", "DeviceFacts", "FetchReport", "KernelFacts", "Network", "RuntimeStats")
+
+
+@pytest.mark.parametrize("name", [*VALUES, "TensorView", "VerifyReport"])
+def test_the_signature_of_a_value_has_its_fields(name: str) -> None:
+    kind = getattr(cubin_runtime, name)
+    parameters = inspect.signature(kind).parameters
+    assert [*parameters] == [field.name for field in dataclasses.fields(kind)]
+    assert all(parameter.annotation != inspect.Parameter.empty for parameter in parameters.values())
+
+
+def test_a_signature_says_which_arguments_are_required() -> None:
+    shown = str(inspect.signature(cubin_runtime.Config))
+    assert shown.startswith("(store: 'Path', sources: 'tuple[str, ...] | None' = None, pin_files: ")
+    assert inspect.signature(cubin_runtime.Config).bind("store").arguments == {"store": "store"}
+
+
+def test_no_public_callable_hides_its_arguments() -> None:
+    hidden = []
+    for name in cubin_runtime.__all__:
+        value = getattr(cubin_runtime, name)
+        if not callable(value) or (inspect.isclass(value) and issubclass(value, Exception)):
+            continue
+        if name in ("Scale", "Tensor", "Stream"):  # types alone
+            continue
+        kinds = {parameter.kind for parameter in inspect.signature(value).parameters.values()}
+        if inspect.Parameter.VAR_POSITIONAL in kinds:
+            hidden.append(name)
+    assert hidden == []
+
+
+def test_objects_show_what_they_are(tmp_path: Path) -> None:
+    config = cubin_runtime.Config(tmp_path / "store")
+    assert repr(cubin_runtime.open_library(config)).startswith(f"Library(store='{tmp_path}/store', pins=[")
+    assert repr(cubin_runtime.Runtime(config)) == f"Runtime(store='{tmp_path}/store', release='hopper-0.1.0')"

@@ -76,6 +76,9 @@ class Library:
         self._loader = ArtifactLoader(self.store, self._sources, policy)
         self._manifests = PinnedManifests(self.store, self._sources, self._loader)
 
+    def __repr__(self) -> str:
+        return f"Library(store={str(self.config.store)!r}, pins={[pin.name for pin in self.pins]})"
+
     # -- what is pinned
 
     @property

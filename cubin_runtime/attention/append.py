@@ -83,12 +83,13 @@ def plan_append_kv(
     backend: DecodeBackend = AUTO,
     enable_pdl: bool = False,
     runtime: Runtime | None = None,
-    device_facts: DeviceFacts | None = None,
+    device_facts: DeviceFacts | str | None = None,
 ) -> AppendKvPlan:
     """Choose the kernel and the grid for tensors like these. Arguments and errors are those of ``append_kv``.
 
     Planning launches and loads nothing and reads no tensor. ``device_facts`` plans for a described device instead of
     the one that ``key`` is on.
+    It is a ``DeviceFacts`` or a name such as ``"H200"``; with it, torch's meta and fake tensors are taken, too.
     """
     tensors = AppendTensors(
         key=key,

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from ..errors import DeviceError, UsageError
+from ..kernels.native.device_models import device_named
 from ..launch.driver import DeviceFacts
 from ..values import dataclass
 
@@ -95,9 +96,11 @@ def resolve_backend(operator: str, backend: str, device: DeviceFacts) -> str:
 
 
 def check_device_facts(facts: Any) -> DeviceFacts | None:
-    """The argument ``device_facts``; raises ``UsageError`` for anything but a described device or None."""
+    """The argument ``device_facts``, a name looked up; ``UsageError`` for anything but a described device or None."""
+    if isinstance(facts, str):
+        return device_named(facts)
     if facts is not None and not isinstance(facts, DeviceFacts):
-        raise UsageError(f"device_facts: got {type(facts).__name__}, expected DeviceFacts")
+        raise UsageError(f"device_facts: got {type(facts).__name__}, expected DeviceFacts or a name such as 'H200'")
     return facts
 
 
@@ -114,19 +117,25 @@ def find_backend(operator: str, backend: str, device: DeviceFacts) -> str:
         if device.capability in support.built:
             if backend == AUTO and device.capability not in support.followed:
                 raise BackendError(
-                    f"{operator} on {_words(device)}: no backend has been measured on it; backend={name!r} has kernels "
-                    "for it that have never been run"
+                    f"{operator} on {_words(device)}: no backend has been measured on it{_instead(operator, device)}; "
+                    f"backend={name!r} has kernels for it that have never been run"
                 )
             return name
     everywhere = "; ".join(f"{name}: {support}" for name, support in asked.items())
+    where = f"{operator} on {_words(device)}"
+    raise BackendError(f"{where}: no backend supports it ({everywhere}){_instead(operator, device)}")
+
+
+def _instead(operator: str, device: DeviceFacts) -> str:
+    """The functions of ``compat.flashinfer`` and the operators that run on the device; empty if there is none."""
     here = [
         f"{other} (backend {name!r})"
         for other, known in TABLE.items()
         for name, support in known.items()
         if other not in (operator, *_NO_ATTENTION) and device.capability in support.automatic
     ]
-    instead = f"; there is {', '.join(here)}" if here else ""
-    raise BackendError(f"{operator} on {_words(device)}: no backend supports it ({everywhere}){instead}")
+    where = " in cubin_runtime.compat.flashinfer" if any(TRTLLM_GEN in one for one in here) else ""
+    return f"; there is {', '.join(here)}{where}" if here else ""
 
 
 def _words(device: DeviceFacts) -> str:

@@ -116,7 +116,9 @@ def check_options(checks: Sequence[OptionCheck], arguments: MutableMapping[str, 
 def check_dtype(name: str, view: TensorView | None, expected: Sequence[str], why: str = "") -> None:
     """Raise ``UsageError`` unless ``view`` is None or has one of the dtypes ``expected``."""
     if view is not None and view.dtype not in expected:
-        raise UsageError(f"{name}: dtype {view.dtype}, expected {listed(expected)}{why}")
+        narrow = view.dtype in ("int64", "uint64") and "int32" in expected
+        hint = ", torch's .int() converts it" if narrow else ""
+        raise UsageError(f"{name}: dtype {view.dtype}, expected {listed(expected)}{why}{hint}")
 
 
 def check_shape(name: str, view: TensorView | None, *expected: tuple[int, ...]) -> None:

@@ -22,6 +22,7 @@ from .backends import check_device_facts, resolve_backend
 from .call_family import Q_LEN_BOUND, CallFamily, stream_of
 from .checks import OptionCheck, check_options, integer, option_checks
 from .decode_call import KV_SCALES, DecodeCall, DecodeOptions, check_query_bounds
+from .described_tensors import describe_tensors
 from .fast_path import note_launch
 from .operator import CallTensors, Given, Operator
 from .process import runtime_of
@@ -115,9 +116,12 @@ def plan_decode(plan_class: type[PlanT], operator: DecodeOperator, arguments: di
     """The plan for a call's ``arguments`` by name; the dict is this function's own."""
     runtime, facts = runtime_of(arguments["runtime"]), check_device_facts(arguments["device_facts"])
     check_options(operator.checks, arguments)
+    of_torch = is_torch(arguments["q"])
+    if facts is not None:
+        describe_tensors(arguments)
     options = _options(operator, arguments, _split_scales(operator, arguments))
     call = DecodeCall(operator.read(arguments, options), options)
-    return _plan(plan_class, operator, runtime.for_plans, call, facts, is_torch(arguments["q"]))
+    return _plan(plan_class, operator, runtime.for_plans, call, facts, of_torch)
 
 
 def run_decode(plan_class: type[DecodePlan], operator: DecodeOperator, arguments: dict[str, Any]) -> Any:

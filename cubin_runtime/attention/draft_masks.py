@@ -160,12 +160,13 @@ def plan_draft_mask(
     backend: DecodeBackend = AUTO,
     enable_pdl: bool = False,
     runtime: Runtime | None = None,
-    device_facts: DeviceFacts | None = None,
+    device_facts: DeviceFacts | str | None = None,
 ) -> DraftMaskPlan:
     """Choose the kernel and the grid for tensors like these. Arguments and errors are those of ``draft_mask``.
 
     Planning launches and loads nothing and reads no tensor. ``device_facts`` plans for a described device instead of
     the one that ``out`` is on.
+    It is a ``DeviceFacts`` or a name such as ``"H200"``; with it, torch's meta and fake tensors are taken, too.
     """
     tensors = DraftMaskTensors(out=out, parents=parents, allowed=allowed, q_cu_seq_lens=q_cu_seq_lens)
     options = DraftMaskOptions(backend=backend, enable_pdl=enable_pdl)

@@ -191,12 +191,13 @@ def plan_merge_states(
     backend: DecodeBackend = AUTO,
     enable_pdl: bool = False,
     runtime: Runtime | None = None,
-    device_facts: DeviceFacts | None = None,
+    device_facts: DeviceFacts | str | None = None,
 ) -> MergeStatesPlan:
     """Choose the kernel and the grid for tensors like these. Arguments and errors are those of ``merge_states``.
 
     Planning launches and loads nothing and reads no tensor. ``device_facts`` plans for a described device instead of
     the one that ``v`` is on.
+    It is a ``DeviceFacts`` or a name such as ``"H200"``; with it, torch's meta and fake tensors are taken, too.
     """
     tensors = MergeTensors(v=v, s=s, v_other=v_other, s_other=s_other, out=out, lse=lse, sinks=sinks, mask=mask)
     options = MergeOptions(lse_base=lse_base, backend=backend, enable_pdl=enable_pdl)

@@ -160,7 +160,7 @@ def plan_mla_decode(
     backend: DecodeBackend = AUTO,
     enable_pdl: bool = False,
     runtime: Runtime | None = None,
-    device_facts: DeviceFacts | None = None,
+    device_facts: DeviceFacts | str | None = None,
 ) -> MlaDecodePlan:
     """Choose the kernel and the grid for tensors like these. Arguments and errors are those of ``mla_decode``.
 
@@ -168,6 +168,7 @@ def plan_mla_decode(
     is required, and ``max_q_len`` is required with ``q_cu_seq_lens``. The plan fixes whether there are a mask, sinks, a
     log-sum-exp and scales on the device; every run must pass the same ones. ``device_facts`` plans for a described
     device instead of that of ``q``.
+    It is a ``DeviceFacts`` or a name such as ``"H200"``; with it, torch's meta and fake tensors are taken, too.
     """
     return plan_decode(MlaDecodePlan, MLA_DECODE, locals())
 

@@ -16,6 +16,7 @@ from ..values import dataclass
 from .backends import check_device_facts, resolve_backend
 from .call_family import CallFamily, stream_of
 from .checks import OptionCheck, check_options, option_checks
+from .described_tensors import describe_tensors
 from .fast_path import note_launch
 from .operator import CallTensors, Operator
 from .process import runtime_of
@@ -120,13 +121,15 @@ def plan_plain(
     options: Any,
     *,
     runtime: Runtime | None,
-    device_facts: DeviceFacts | None,
+    device_facts: DeviceFacts | str | None,
 ) -> PlanT:
     """The plan for a call's ``tensors`` by name, scales among them, and its other ``options``."""
     own, facts, given = runtime_of(runtime), check_device_facts(device_facts), dict(tensors)
+    of_torch = is_torch(given[operator.tensors[0].name])
+    if facts is not None:
+        describe_tensors(given)
     options = _options(operator, options, given)
     call = PlainCall(operator.read(given, options), options)
-    of_torch = is_torch(given[operator.tensors[0].name])
     return _plan(plan_class, operator, own.for_plans, call, facts, of_torch)
 
 

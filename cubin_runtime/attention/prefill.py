@@ -125,13 +125,14 @@ def plan_context_attention(
     backend: DecodeBackend = AUTO,
     enable_pdl: bool = False,
     runtime: Runtime | None = None,
-    device_facts: DeviceFacts | None = None,
+    device_facts: DeviceFacts | str | None = None,
 ) -> ContextAttentionPlan:
     """Choose the kernel and the grid for tensors like these. Arguments and errors are those of ``context_attention``.
 
     Planning launches and loads nothing and reads no tensor: only dtypes, shapes and strides matter. Therefore ``out``
     is required. The plan fixes whether there are a page table, lengths, sinks, a log-sum-exp and scales on the device;
     every run must pass the same ones. ``device_facts`` plans for a described device instead of that of ``q``.
+    It is a ``DeviceFacts`` or a name such as ``"H200"``; with it, torch's meta and fake tensors are taken, too.
     """
     return plan_decode(ContextAttentionPlan, CONTEXT_ATTENTION, locals())
 

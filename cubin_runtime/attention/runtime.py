@@ -50,9 +50,9 @@ class NativeRelease:
     """The native release as an operator needs it: its pin, its kernels and the structs of its ABI."""
 
     pin: Pin
-    kernels: tuple[NativeKernel, ...]
-    layouts: dict[str, StructLayout]
-    digests: Mapping[ArtifactPath, str]
+    kernels: tuple[NativeKernel, ...] = field(repr=False)
+    layouts: dict[str, StructLayout] = field(repr=False)
+    digests: Mapping[ArtifactPath, str] = field(repr=False)
     _files: dict[str, KernelFile] = field(default_factory=dict, compare=False, repr=False)
 
     def file_of(self, kernel: NativeKernel) -> KernelFile:
@@ -277,6 +277,9 @@ class Runtime(PlanRuntime):
             from .hook import record_process
 
             record_process(self.config.record)
+
+    def __repr__(self) -> str:
+        return f"Runtime(store={str(self.config.store)!r}, release={self._release!r})"
 
     def stats(self) -> RuntimeStats:
         """Counters of what the runtime did so far."""

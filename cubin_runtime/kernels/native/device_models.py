@@ -34,6 +34,23 @@ _MODELS: Mapping[int, _Model] = MappingProxyType(
 )
 
 
+# GPUs by the name that a caller may use -> compute capability times ten; an H100 has its own costs.
+_NAMED: Mapping[str, int] = MappingProxyType({**{model.name: sm for sm, model in _MODELS.items()}, "H100": 90})
+
+
+def device_named(name: str) -> DeviceFacts:
+    """The device of a name such as ``"H200"``, ``"NVIDIA H100"`` or ``"b200"``.
+
+    Raises:
+        UsageError: no such device is described; the message lists those that are.
+    """
+    wanted = name.lower().removeprefix("nvidia ").strip()
+    found = next((known for known in _NAMED if known.lower() == wanted), None)
+    if found is None:
+        raise UsageError(f"device_facts={name!r}: expected DeviceFacts or one of {', '.join(sorted(_NAMED))}")
+    return describe_device(_NAMED[found], name=f"NVIDIA {found}")
+
+
 def describe_device(sm: int, multiprocessors: int | None = None, name: str | None = None) -> DeviceFacts:
     """A device of compute capability ``sm / 10``, with its model's name and multiprocessors where none are given.
 
