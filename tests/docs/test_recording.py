@@ -13,9 +13,14 @@ from pages import ROOT
 from releases import make_release
 
 from cubin_runtime import __version__
+from cubin_runtime._version import KERNELS_VERSION
+from cubin_runtime.artifacts.pins.pin import BUILTIN_PINS, parse_pins
 from tools.record_terminal import EXPLAINED, Shown, picture, record
 
 NAME = "recorded-1.0"
+COMMITTED = (ROOT / "docs" / "terminal.svg").read_text()
+BUILT = ROOT / "build" / "artifacts" / f"hopper-{KERNELS_VERSION}"
+STALE = "run: make artifacts, then python tools/record_terminal.py"
 
 
 def text_of(svg: str) -> str:
@@ -57,9 +62,49 @@ def test_the_picture_has_each_command_and_what_it_printed(shown: list[Shown]) ->
     assert "exit code 5" in text
 
 
-def test_the_committed_picture_tells_the_same_story() -> None:
-    text = text_of((ROOT / "docs" / "terminal.svg").read_text())
-    commands = re.findall(r"^\$ cubin-runtime (\w+)", text, re.MULTILINE)
+def labels(explained: str) -> list[str]:
+    """What the lines of ``explain`` are called; their values are those of a release."""
+    return re.findall(r"^([a-z][a-z ]{1,9}?)  +\S", explained, re.MULTILINE)
+
+
+def outline(text: str) -> list[str]:
+    """The lines of a recording but those of ``explain``, without numbers, digests, and names of releases."""
+    before, explained, behind = re.split(r"^(\$ cubin-runtime explain.*?)(?=^# )", text, flags=re.MULTILINE | re.DOTALL)
+    assert explained
+    others = (before + behind).splitlines()
+    lines = (re.sub(r"(?:hopper-[\d.]+|recorded-[\d.]+)[\w/.]*", "RELEASE", line) for line in others)
+    words = (re.sub(r"\b\d[\d.]*(?: [kMG]?B\b| bytes\b)?", "N", line) for line in lines)
+    return [line for line in words if "expected" not in line and not re.fullmatch(r"\w{60,}", line)]
+
+
+def test_the_committed_picture_has_the_words_that_the_command_line_prints_today(shown: list[Shown]) -> None:
+    assert outline(text_of(COMMITTED)) == outline(text_of(picture(shown))), STALE
+    # A release of kernels for one GPU has none for others.
+    today = {*labels(shown[2].output.expandtabs(4)), "elsewhere"}
+    assert labels(text_of(COMMITTED))
+    assert set(labels(text_of(COMMITTED))) <= today, STALE
+
+
+def test_the_committed_picture_has_the_figures_of_the_pinned_release() -> None:
+    (pin,) = (pin for pin in parse_pins(BUILTIN_PINS.read_bytes(), "pins.toml") if pin.name.startswith("hopper-"))
+    text = " ".join(text_of(COMMITTED).split())
+    digests = dict(line.split()[::-1] for line in (ROOT / "benchmarks/results/checksums.txt").read_text().splitlines())
+    (cubin,) = re.findall(rf"verify {pin.path}/(\S+) --tree", text)
+    assert f"{pin.name}: {pin.files} files selected" in text, STALE
+    assert f"{pin.files} files verified ({pin.bytes / 1e6:.2f} MB)" in text, STALE
+    assert f"expected {digests[cubin]}" in text, STALE
+
+
+@pytest.mark.skipif(not BUILT.is_dir(), reason="the pinned release is not built here")
+def test_the_committed_picture_is_what_the_built_release_gives() -> None:
+    def timeless(svg: str) -> str:
+        return re.sub(r" in [\d.]+ s\)", ")", text_of(svg))
+
+    assert timeless(COMMITTED) == timeless(picture(record(BUILT.parent, BUILT.name))), STALE
+
+
+def test_the_picture_tells_the_whole_story_and_loads_no_font() -> None:
+    commands = re.findall(r"^\$ cubin-runtime (\w+)", text_of(COMMITTED), re.MULTILINE)
     assert commands == ["fetch", "verify", "explain", "verify"]
-    assert "exit code 5" in text
-    assert "@font-face" not in (ROOT / "docs" / "terminal.svg").read_text()
+    assert "exit code 5" in text_of(COMMITTED)
+    assert "@font-face" not in COMMITTED
