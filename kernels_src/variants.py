@@ -127,7 +127,7 @@ def _paged_decode(sm: str, dtype: str, shape: _DecodeShape) -> Variant:
         f"_d{shape.head_dim}_rows{shape.rows}{'_segments' if shape.segments else ''}",
         sm=sm,
         operation="paged_decode",
-        struct="PagedDecodeTmaParams" if tma else "PagedDecodeCopyParams",
+        struct=f"PagedDecode{'Tma' if tma else 'Copy'}{'E4m3' if dtype == 'e4m3' else ''}Params",
         traits={
             "dtype": dtype,
             "q_dtypes": shape.q_dtypes if dtype == "e4m3" else dtype,

@@ -12,14 +12,23 @@ from ..kernels.native.prefill.select import HEAD_DIMS, MAX_GROUP, VALUE_DIMS
 from ..tensor import TensorView
 from ..values import dataclass
 from .checks import check_shape, integer, listed
-from .decode_call import KV_SCALES, LENGTHS, DecodeCall, DecodeOptions, token_stride
+from .decode_call import (
+    E4M3,
+    KV_SCALE_TENSORS,
+    KV_SCALES,
+    LENGTHS,
+    DecodeCall,
+    DecodeOptions,
+    check_kv_scales,
+    scale_strides,
+    token_stride,
+)
 from .operator import TensorArg
 from .paged_cache import cache_view, check_page_size, check_table, value_table_offset
-from .scales import flat_scalar, float32_number
+from .scales import float32_number
 
 DTYPES_16 = ("bfloat16", "float16")
 LSE_BASES = ("2", "e")
-E4M3 = "float8_e4m3fn"
 _KV_DTYPES = (*DTYPES_16, E4M3)
 _SAME = {dtype: (dtype,) for dtype in _KV_DTYPES}
 Q_DTYPES = {**{dtype: (dtype,) for dtype in DTYPES_16}, E4M3: DTYPES_16}
@@ -58,10 +67,6 @@ def _kv_arg(name: str, **dtypes: Any) -> TensorArg:
     )
 
 
-def _kv_scale(view: TensorView, _: Any) -> TensorView:
-    return flat_scalar(view)
-
-
 # Rows are moved in pieces of 16 bytes.
 CONTEXT_TENSORS = (
     TensorArg("q", Q_DTYPES, dtypes_by="k", alignment=16, stride_bytes=16, rows=True),
@@ -78,7 +83,7 @@ CONTEXT_TENSORS = (
         TensorArg(name, ("float32",), optional=True, scalar=True, value=f"{name}_device")
         for name in ("softmax_scale", "output_scale")
     ),
-    *(TensorArg(name, ("float32",), optional=True, canonical=_kv_scale) for name in KV_SCALES),
+    *KV_SCALE_TENSORS,
 )
 
 
@@ -181,10 +186,7 @@ def _check_shapes(call: DecodeCall) -> None:
     check_shape("sinks", tensors.get("sinks"), (call.q_heads,), (kv_heads, call.q_heads // kv_heads))
     if tensors["out"].dtype != call.q.dtype:
         raise UsageError(f"out: dtype {tensors['out'].dtype}, expected {call.q.dtype}, like q")
-    for name in KV_SCALES:
-        check_shape(name, tensors.get(name), (1,), (kv_heads,), (batch, kv_heads))
-        if tensors.get(name) is not None and tensors["k"].dtype != E4M3:
-            raise UsageError(f"{name}: a tensor with {tensors['k'].dtype} keys and values, expected a number or None")
+    check_kv_scales(tensors, tensors["k"].dtype, batch, kv_heads)
     for name in ("softmax_scale", "output_scale"):
         scale = tensors.get(name)
         if scale is not None and prod(scale.shape) != 1:
@@ -242,19 +244,12 @@ def problem_of(call: DecodeCall) -> ContextProblem:
         lse_strides=(token_stride("lse", lse, 1), lse.strides[-1]) if lse else (0, 0),
         k_strides=_kv_strides(k),
         v_strides=_kv_strides(tensors["v"]),
-        k_scale_strides=_scale_strides(tensors.get("k_scale")),
-        v_scale_strides=_scale_strides(tensors.get("v_scale")),
+        k_scale_strides=scale_strides(tensors.get("k_scale")),
+        v_scale_strides=scale_strides(tensors.get("v_scale")),
         table_stride=table.strides[0] if table else 0,
         v_table_offset=value_table_offset(table) if table else 0,
         programmatic_serialization=bool(options.enable_pdl),
     )
-
-
-def _scale_strides(view: TensorView | None) -> tuple[int, int]:
-    """Elements between requests and between KV heads; 0 where all have one scale."""
-    if view is None or prod(view.shape) == 1:
-        return 0, 0
-    return (0, view.strides[0]) if len(view.shape) == 1 else (view.strides[0], view.strides[1])
 
 
 def _row_strides(name: str, view: TensorView) -> tuple[int, int]:

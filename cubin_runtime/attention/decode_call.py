@@ -15,7 +15,7 @@ from .backends import AUTO
 from .checks import check_dtype, check_shape, integer
 from .operator import CallTensors, TensorArg
 from .paged_cache import MOST_KEYS
-from .scales import float32_number
+from .scales import flat_scalar, float32_number
 
 LENGTHS = ("int32", "uint32")
 # Elements of a word of a token's mask, and its bits.
@@ -24,6 +24,11 @@ MASK_BITS = 32
 GLOBAL_LENS = TensorArg("global_seq_lens", LENGTHS, optional=True, contiguous=True)
 DRAFT_POSITIONS = ("depth", "index")
 KV_SCALES = ("k_scale", "v_scale")
+E4M3 = "float8_e4m3fn"
+# In any of the forms of ``check_kv_scales``, with any strides.
+KV_SCALE_TENSORS = tuple(
+    TensorArg(name, ("float32",), optional=True, canonical=lambda view, _: flat_scalar(view)) for name in KV_SCALES
+)
 DEALING_OPTIONS = ("cp_world", "cp_rank", "cp_interleave")
 _MAX_TILES = 1 << 31
 _SMALLEST_TILE = 64
@@ -186,6 +191,22 @@ def check_shapes(call: DecodeCall, out: tuple[int, ...], kv_heads: int) -> None:
             raise UsageError(f"{name}: shape {scale.shape}, expected one element")
 
 
+def check_kv_scales(tensors: CallTensors, kv_dtype: str, batch: int, kv_heads: int) -> None:
+    """Check the scales of keys and values that are tensors."""
+    for name in KV_SCALES:
+        scale = tensors.get(name)
+        check_shape(name, scale, (1,), (kv_heads,), (batch, kv_heads))
+        if scale is not None and kv_dtype != E4M3:
+            raise UsageError(f"{name}: a tensor with {kv_dtype} keys and values, expected a number or None")
+
+
+def scale_strides(view: TensorView | None) -> tuple[int, int]:
+    """Elements between the scales of requests and between those of KV heads; 0 where all have one."""
+    if view is None or prod(view.shape) == 1:
+        return 0, 0
+    return (0, view.strides[0]) if len(view.shape) == 1 else (view.strides[0], view.strides[1])
+
+
 def check_token_strides(call: DecodeCall) -> None:
     """All query tokens of q, out and lse lie at one stride."""
     token_stride("q", call.q, 2)
@@ -215,8 +236,8 @@ def check_options(call: DecodeCall, *, page_size: int, kv_heads: int) -> None:
         raise UsageError(
             f"draft_position={options.draft_position!r}: expected {' or '.join(map(repr, DRAFT_POSITIONS))}"
         )
-    for name, scale in (("softmax_scale", options.softmax_scale), ("output_scale", options.output_scale)):
-        float32_number(name, scale)
+    for name in ("softmax_scale", "output_scale", *KV_SCALES):
+        float32_number(name, getattr(options, name))
     _check_dealing(call)
 
 
@@ -281,8 +302,8 @@ def problem_values(call: DecodeCall) -> dict[str, Any]:
         "q_len": call.q_len,
         "q_dtype": DTYPES[q.dtype].short,
         "out_dtype": DTYPES[out.dtype].short,
-        "softmax_scale": options.softmax_scale,
-        "output_scale": options.output_scale,
+        "softmax_scale": options.softmax_scale * options.k_scale,
+        "output_scale": options.output_scale * options.v_scale,
         "q_strides": (token_stride("q", q, 2), q.strides[-2]),
         "out_strides": (token_stride("out", out, 2), out.strides[-2]),
         "lse_strides": (token_stride("lse", lse, 1), lse.strides[-1]) if lse else (0, 0),

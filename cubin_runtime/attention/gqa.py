@@ -14,13 +14,16 @@ from .backends import AUTO
 from .decode_call import (
     DEALING_OPTIONS,
     GLOBAL_LENS,
+    KV_SCALE_TENSORS,
     DecodeCall,
+    check_kv_scales,
     check_options,
     check_queries,
     check_shapes,
     check_token_strides,
     decode_tensors,
     problem_values,
+    scale_strides,
 )
 from .decode_op import torch_op
 from .decode_operator import SCALES, DecodeOperator, DecodePlan, default_scale, plan_decode, run_decode
@@ -43,6 +46,7 @@ def _check(call: DecodeCall) -> None:
     page_size, kv_heads = k.shape[1:3]
     tensors.check_dtypes()
     check_shapes(call, call.q.shape, kv_heads)
+    check_kv_scales(tensors, k.dtype, call.batch, kv_heads)
     tensors.check_devices()
     tensors.check_memory()
     check_token_strides(call)
@@ -69,6 +73,8 @@ def _launches(call: DecodeCall, device: DeviceFacts, release: NativeRelease) -> 
         positions_by_index=options.drafts_by_index,
         k_strides=CacheStrides(*strides_of(k)),
         v_strides=CacheStrides(*strides_of(v)),
+        k_scale_strides=scale_strides(call.tensors.get("k_scale")),
+        v_scale_strides=scale_strides(call.tensors.get("v_scale")),
         v_table_offset=value_table_offset(call.tensors["page_table"]),
     )
     shape = problem.shape(ragged=call.ragged, batch_invariant=options.batch_invariant)
@@ -85,6 +91,7 @@ PAGED_DECODE = DecodeOperator(
         ),
         TensorArg("out", tuple(Q_DTYPES), alignment=8, stride_bytes=8, rows=True, written=True),
         GLOBAL_LENS,
+        *KV_SCALE_TENSORS,
     ),
     options=(
         *("kv_layout", "max_q_len", "window_left", "draft_position", "batch_invariant", "backend", "enable_pdl"),
@@ -119,6 +126,8 @@ class PagedDecodePlan(DecodePlan):
         global_seq_lens: Tensor | None = None,
         softmax_scale: Scale | None = None,
         output_scale: Scale | None = None,
+        k_scale: Scale | None = None,
+        v_scale: Scale | None = None,
         workspace: AnyWorkspace | None = None,
         stream: Stream | None = None,
         max_seq_len: int | None = None,
@@ -130,7 +139,7 @@ class PagedDecodePlan(DecodePlan):
 
         Args:
             softmax_scale: a number for this step, or None for the plan's. A plan made with a tensor takes a tensor. The
-                same holds for ``output_scale``.
+                same holds for ``output_scale``, ``k_scale`` and ``v_scale``.
             workspace: from ``prepare(stream)``, or the caller's own with ``workspace_bytes``. None: that of
                 ``prepare(stream)``. A workspace that several plans share must be reset in between, unless it is a
                 ``SemaphoreWorkspace``.
@@ -158,6 +167,8 @@ def plan_paged_decode(
     max_seq_len: int,
     softmax_scale: Scale | None = None,
     output_scale: Scale = 1.0,
+    k_scale: Scale | None = None,
+    v_scale: Scale | None = None,
     kv_layout: KvLayout = "NHD",
     q_cu_seq_lens: Tensor | None = None,
     max_q_len: int | None = None,
@@ -197,6 +208,8 @@ def paged_decode(
     max_seq_len: int,
     softmax_scale: Scale | None = None,
     output_scale: Scale = 1.0,
+    k_scale: Scale | None = None,
+    v_scale: Scale | None = None,
     kv_layout: KvLayout = "NHD",
     q_cu_seq_lens: Tensor | None = None,
     max_q_len: int | None = None,
@@ -243,6 +256,9 @@ def paged_decode(
         softmax_scale: factor of the scores: a number, or a one-element float32 tensor on the device, which the kernel
             reads. None: 1 / sqrt(head_dim).
         output_scale: factor of the output, like ``softmax_scale``.
+        k_scale, v_scale: factors of keys and of values: numbers; or, with float8_e4m3fn caches, float32 tensors on the
+            device of one element, ``[kv_heads]`` or ``[batch, kv_heads]`` with any strides (0 too), which the kernel
+            reads when it runs. None: 1.
         kv_layout: "NHD" or "HND".
         q_cu_seq_lens: int32 or uint32 ``[batch + 1]``, contiguous: prefix sums of the numbers of query tokens, from 0
             to ``tokens``. A request may have no query token. None: all requests have the same number.

@@ -39,6 +39,8 @@ def paged_decode_reference(  # noqa: PLR0915
     softmax_scale: float,
     *,
     output_scale: float = 1.0,
+    k_scale: Any = 1.0,
+    v_scale: Any = 1.0,
     q_cu_seq_lens: Any = None,
     mask: Any = None,
     sinks: Any = None,
@@ -66,6 +68,7 @@ def paged_decode_reference(  # noqa: PLR0915
         seq_lens: integers ``[batch]``, keys of each request, its query tokens' included.
         softmax_scale: factor of the scores.
         output_scale: factor of the output, not of the log-sum-exp.
+        k_scale, v_scale: factors of keys and of values: numbers, or arrays ``[kv_heads]`` or ``[batch, kv_heads]``.
         q_cu_seq_lens: integers ``[batch + 1]``, where each request's tokens begin, ending with ``tokens``; None: all
             requests have ``tokens / batch``.
         mask: integers ``[tokens]``: bit j of a token's word lets it see the j-th query token of its own request;
@@ -91,6 +94,7 @@ def paged_decode_reference(  # noqa: PLR0915
     logits = None if sinks is None else np.asarray(sinks, dtype=np.float64).reshape(q_heads)
     out = np.zeros((tokens, q_heads, value_dim))
     lse = np.full((tokens, q_heads), -math.inf) if logits is None else np.tile(logits * _LOG2_E, (tokens, 1))
+    factors = [np.broadcast_to(by, (batch, kv_heads)).astype(np.float64)[..., None, None] for by in (k_scale, v_scale)]
     for b in range(batch):
         begin, end, length = int(bounds[b]), int(bounds[b + 1]), int(seq_lens[b])
         rows = end - begin
@@ -110,8 +114,8 @@ def paged_decode_reference(  # noqa: PLR0915
         last = length - first
         table = np.asarray(page_table[b], dtype=np.int64)[..., first // page_size : -(-length // page_size)]
         k_pages, v_pages = table if table.ndim == 2 else (table, table)
-        keys = _gathered(k_cache, k_pages, kv_heads, head_dim, first % page_size, last)
-        values = _gathered(v_cache, v_pages, kv_heads, value_dim, first % page_size, last)
+        keys = _gathered(k_cache, k_pages, kv_heads, head_dim, first % page_size, last) * factors[0][b]
+        values = _gathered(v_cache, v_pages, kv_heads, value_dim, first % page_size, last) * factors[1][b]
         queries = np.asarray(q[begin:end], dtype=np.float64).reshape(rows, kv_heads, group, head_dim)
         queries = queries.transpose(1, 0, 2, 3).reshape(kv_heads, rows * group, head_dim)
         scores = (queries @ keys.transpose(0, 2, 1) * softmax_scale).reshape(kv_heads, rows, group, last)

@@ -111,6 +111,8 @@ class Tensors:
     global_seq_lens: TensorView | None = None
     softmax_scale: TensorView | None = None
     output_scale: TensorView | None = None
+    k_scale: TensorView | None = None
+    v_scale: TensorView | None = None
 
     def changed(self, name: str, **changes: Any) -> Tensors:
         """With one tensor changed."""
@@ -148,6 +150,7 @@ class Tensors:
     def named(self) -> dict[str, TensorView | None]:
         """Those that it takes by name, as far as they are there."""
         names = ("q_cu_seq_lens", "mask", "sinks", "global_seq_lens", "softmax_scale", "output_scale")
+        names += ("k_scale", "v_scale")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     @property

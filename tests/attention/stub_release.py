@@ -49,6 +49,7 @@ def mla_stub_variant(dtype: str, q_dtype: str, latent: int, sm: str = "90a") -> 
 
 
 SPARSE_MLA_SOURCE = SOURCE.replace("PagedDecodeTmaParams", "SparseMlaDecodeParams").replace("p.q_len", "p.width")
+E4M3_SOURCE = SOURCE.replace("PagedDecodeTmaParams", "PagedDecodeTmaE4m3Params")
 CONTEXT_SOURCE = SOURCE.replace("PagedDecodeTmaParams", "ContextAttentionParams")
 CONTEXT_E4M3_SOURCE = SOURCE.replace("PagedDecodeTmaParams", "ContextAttentionE4m3Params")
 
@@ -78,15 +79,16 @@ def context_stub_variant(
 
 def stub_variant(dtype: str, head_dim: int, rows: int) -> Variant:
     """A kernel for sm_90a with the traits of a real one."""
+    e4m3 = dtype == "e4m3"
     return Variant(
-        source="fmha/stub.cu",
+        source=f"fmha/stub{'_e4m3' * e4m3}.cu",
         symbol=f"stub_paged_decode_{dtype}_d{head_dim}_rows{rows}",
         sm="90a",
         operation="paged_decode",
-        struct="PagedDecodeTmaParams",
+        struct="PagedDecodeTmaE4m3Params" if e4m3 else "PagedDecodeTmaParams",
         traits={
             "dtype": dtype,
-            "q_dtypes": "bf16,fp16,e4m3" if dtype == "e4m3" else dtype,
+            "q_dtypes": "bf16,fp16,e4m3" if e4m3 else dtype,
             "head_dim": head_dim,
             "rows": rows,
             "tile_tokens": 64,
@@ -101,7 +103,8 @@ def build_stub_release(folder: Path) -> tuple[Path, Path]:
     """The tree with the stubs, and the pin file that trusts it."""
     sources = folder / "sources"
     texts = {"fmha/stub.cu": SOURCE, "mla/stub.cu": MLA_SOURCE, "prefill/stub.cu": CONTEXT_SOURCE}
-    for source, text in {**texts, "prefill/stub_e4m3.cu": CONTEXT_E4M3_SOURCE}.items():
+    texts |= {"fmha/stub_e4m3.cu": E4M3_SOURCE, "prefill/stub_e4m3.cu": CONTEXT_E4M3_SOURCE}
+    for source, text in texts.items():
         (sources / source).parent.mkdir(parents=True, exist_ok=True)
         (sources / source).write_text(text)
     variants = [stub_variant(dtype, 128, rows) for dtype in ("bf16", "fp16", "e4m3") for rows in (8, 16)]
@@ -118,7 +121,8 @@ def build_stub_release(folder: Path) -> tuple[Path, Path]:
     variants += [mla_stub_variant("e4m3", "e4m3", latent, "120") for latent in (512, 256)]
     switches = (False, True)
     variants += [context_stub_variant("bf16", 128, cap, segments) for cap in switches for segments in switches]
-    variants += [context_stub_variant("bf16", 192, False), context_stub_variant("bf16", 128, False, e4m3=True)]
+    variants += [context_stub_variant("bf16", 192, False)]
+    variants += [context_stub_variant("bf16", 128, False, segments, e4m3=True) for segments in switches]
     build(
         folder / "tree",
         variants,

@@ -9,9 +9,16 @@ from typing import Any
 import pytest
 from attention_examples import H200, Tensors
 
-from cubin_runtime.attention import ClampedInputError, PagedDecodePlan, Runtime, TensorView, plan_paged_decode
+from cubin_runtime.attention import (
+    ClampedInputError,
+    PagedDecodePlan,
+    Runtime,
+    TensorView,
+    paged_decode,
+    plan_paged_decode,
+)
 from cubin_runtime.errors import UsageError, WorkspaceError
-from cubin_runtime.kernels.native.decode.params import PAGED_DECODE_TMA
+from cubin_runtime.kernels.native.decode.params import PAGED_DECODE_TMA, PAGED_DECODE_TMA_E4M3
 from cubin_runtime.launch.regions import workspace_size
 from cubin_runtime.launch.semaphore_workspace import SemaphoreWorkspace
 from cubin_runtime.testing import StandIn
@@ -239,3 +246,69 @@ def test_a_clamped_q_cu_seq_lens_is_told(runtime: Runtime) -> None:
     runtime.driver.fill_words(workspace.regions(plan.regions)["status"], 8, 1, 0)
     with pytest.raises(ClampedInputError, match="met a q_cu_seq_lens that decreases, steps over max_q_len or leaves"):
         plan.check(workspace)
+
+
+OVER_E4M3 = GOOD.of_dtypes(E4M3, "bfloat16", "bfloat16")
+
+
+def sent_over_e4m3(standin: StandIn) -> dict[str, Any]:
+    return PAGED_DECODE_TMA_E4M3.unpack(bytes.fromhex(standin.calls("cuLaunchKernelEx")[-1].seen["parameter0"]))
+
+
+@pytest.mark.parametrize(
+    ("scale", "strides"),
+    [
+        (view("float32"), (0, 0)),
+        (view("float32", 1, 1), (0, 0)),
+        (view("float32", 8), (0, 1)),
+        (view("float32", 4, 8), (8, 1)),
+        (replace(view("float32", 4, 8), strides=(0, 0)), (0, 0)),  # one that was expanded
+        (replace(view("float32", 4, 8), strides=(1, 4)), (1, 4)),
+    ],
+)
+@pytest.mark.parametrize("name", ["k_scale", "v_scale"])
+def test_scales_of_keys_and_values_are_read_with_their_strides(
+    stub_runtime: Runtime, standin: StandIn, name: str, scale: TensorView, strides: tuple[int, int]
+) -> None:
+    for _ in range(2):  # the second time by the fast path
+        paged_decode(**decode_call(OVER_E4M3), **{name: scale}, max_seq_len=1024, runtime=stub_runtime)
+        seen = sent_over_e4m3(standin)
+        assert seen[name] == scale.pointer
+        assert (seen[f"{name}_request_stride"], seen[f"{name}_head_stride"]) == strides
+        other = {"k_scale": "v_scale", "v_scale": "k_scale"}[name]
+        assert [seen[f"{other}{part}"] for part in ("", "_request_stride", "_head_stride")] == [0, 0, 0]
+
+
+def decode_call(tensors: Tensors) -> dict[str, Any]:
+    """Its tensors by name, those that are there."""
+    return {name: tensor for name, tensor in tensors.by_name.items() if tensor is not None}
+
+
+@pytest.mark.parametrize("tensors", [GOOD, OVER_E4M3])
+def test_numbers_of_keys_and_values_are_parts_of_the_other_scales(
+    stub_runtime: Runtime, standin: StandIn, tensors: Tensors
+) -> None:
+    layout = PAGED_DECODE_TMA if tensors is GOOD else PAGED_DECODE_TMA_E4M3
+    given = {"k_scale": 0.5, "v_scale": 4.0, "output_scale": 3.0, "max_seq_len": 1024, "runtime": stub_runtime}
+    for scale in (None, 2.0):
+        for _ in range(2):
+            paged_decode(**decode_call(tensors), **given, softmax_scale=scale)
+            seen = layout.unpack(bytes.fromhex(standin.calls("cuLaunchKernelEx")[-1].seen["parameter0"]))
+            of_scores = (128**-0.5 if scale is None else scale) * 0.5 * LOG2_E
+            assert (seen["softmax_scale_log2"], seen["output_scale"]) == (pytest.approx(of_scores), 12.0)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "scale", "words"),
+    [
+        (GOOD, view("float32", 1), "a tensor with bfloat16 keys and values, expected a number or None"),
+        (OVER_E4M3, view("float32", 4), r"shape \(4,\), expected"),
+        (OVER_E4M3, view("float32", 8, 4), r"shape \(8, 4\), expected"),
+        (OVER_E4M3, view("float64", 1), "dtype float64"),
+        (OVER_E4M3, math.inf, "expected a finite number"),
+    ],
+)
+@pytest.mark.parametrize("name", ["k_scale", "v_scale"])
+def test_scales_that_are_refused(planner: Runtime, name: str, tensors: Tensors, scale: Any, words: str) -> None:
+    with pytest.raises(UsageError, match=f"{name}.*{words}"):
+        make_plan(planner, tensors, device_facts=H200, **{name: scale})

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from decode_values import KINDS, bits_of, normal_bits, values_of
+from kv_scales import FORMS as FORMS_OF_SCALES
+from kv_scales import draw_kv_scales
 
 from cubin_runtime.attention.context_reference import context_attention_reference
 
 FORMS = ("ragged", "paged", "even")
-# Shapes of the scales of keys and values, by the name of their form; "number" is none of a tensor.
-KV_SCALES: dict[str, Callable[[ContextCase], tuple[int, ...]]] = {
-    "number": lambda case: (),
-    "one": lambda case: (1,),
-    "heads": lambda case: (case.kv_heads,),
-    "requests": lambda case: (len(case.kv_lens), case.kv_heads),
-    "expanded": lambda case: (1, case.kv_heads),
-}
 HEAD_DIMS = (64, 128, 192, 256)
 GROUPS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 48, 64)
 PAGE_SIZES = (16, 32, 64, 128, 256, 512, 1024)
@@ -121,11 +114,6 @@ def context_host(case: ContextCase, rng: np.random.Generator) -> ContextHost:
             return bits
         return bits_of(dtype, values_of(dtype, bits) * amplitude)
 
-    def scales() -> np.ndarray:
-        shape = KV_SCALES[case.kv_scales](case)
-        sizes = rng.uniform(0.4, 2.0, shape) * rng.choice((-1, 1, 1, 1), shape)
-        return sizes.astype(np.float32)
-
     keys = [(length, case.kv_heads, case.head_dim) for length in case.kv_lens]
     values = [(length, case.kv_heads, case.value_dim) for length in case.kv_lens]
     return ContextHost(
@@ -133,7 +121,7 @@ def context_host(case: ContextCase, rng: np.random.Generator) -> ContextHost:
         k=tuple(drawn(*shape, amplitude=case.amplitude) for shape in keys),
         v=tuple(drawn(*shape) for shape in values),
         sinks=rng.standard_normal(case.heads).astype(np.float32) * 3 if case.sinks else None,
-        kv_scales=(scales(), scales()) if case.kv_scales else None,
+        kv_scales=draw_kv_scales(case.kv_scales, len(case.kv_lens), case.kv_heads, rng),
     )
 
 
@@ -219,7 +207,7 @@ def random_context_case(rng: np.random.Generator, **fixed: Any) -> ContextCase:
 def _drawn_e4m3(rng: np.random.Generator, e4m3: bool | None) -> dict[str, Any]:
     if e4m3 is None:
         e4m3 = bool(rng.random() < 0.3)
-    return {"e4m3": e4m3, "kv_scales": _one(rng, ("", *KV_SCALES)) if e4m3 else _one(rng, ("", "", "number"))}
+    return {"e4m3": e4m3, "kv_scales": _one(rng, ("", *FORMS_OF_SCALES)) if e4m3 else _one(rng, ("", "", "number"))}
 
 
 def _affordable(case: ContextCase) -> ContextCase:

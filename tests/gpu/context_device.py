@@ -12,9 +12,9 @@ import numpy as np
 from context_cases import ContextCase, ContextHost, context_host, context_reference_of, nan_of
 from decode_device import DeviceCase
 from decode_values import KINDS
+from kv_scales import kv_scale_arguments
 
 from cubin_runtime.attention import ContextAttentionPlan, Runtime, TensorView, plan_context_attention
-from cubin_runtime.attention.decode_call import KV_SCALES
 from cubin_runtime.launch.workspace import Workspace
 from cubin_runtime.testing.device import GUARD, POISON, DeviceArrays
 
@@ -179,23 +179,8 @@ class ContextDeviceCase(DeviceCase):
             else TensorView.contiguous(self.arrays.upload(sinks), "float32", sinks.shape),
             "softmax_scale": scale(case.softmax_scale),
             "output_scale": scale(case.output_scale),
-            **self._kv_scales(),
+            **kv_scale_arguments(case.kv_scales, self.host.kv_scales, len(case.kv_lens), self.arrays),
         }
-
-    def _kv_scales(self) -> dict[str, Any]:
-        """Scales of keys and values in the case's form; those that are expanded have no stride of requests."""
-        case, scales = self.case, self.host.kv_scales
-        if scales is None:
-            return {}
-        if case.kv_scales == "number":
-            return {name: float(value) for name, value in zip(KV_SCALES, scales, strict=True)}
-        given = {}
-        for name, values in zip(KV_SCALES, scales, strict=True):
-            given[name] = TensorView.contiguous(self.arrays.upload(values), "float32", values.shape)
-            if case.kv_scales == "expanded":
-                shape = (len(case.kv_lens), case.kv_heads)
-                given[name] = replace(given[name], shape=shape, strides=(0, 1))
-        return given
 
     def _integers(self, values: np.ndarray) -> TensorView:
         word = "uint32" if self.case.unsigned else "int32"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from decode_masks import keys_before_windows, mask_words
 from decode_queries import Queries
 from decode_values import KINDS, normal_bits, values_of
+from kv_scales import Scales, draw_kv_scales
 
 from cubin_runtime.attention.reference import paged_decode_reference
 
@@ -21,8 +22,9 @@ class DecodeCase(Queries):
     ``lengths`` are the keys of each request. ``q_len`` query tokens per request; ``q_lens`` makes them ragged, of bound
     ``max_q_len`` (None: the largest), with ``spare_tokens`` rows in q that no request owns. ``rows`` asks for the
     kernel that takes so many rows at once, where there is one, and ``clusters`` for a cluster per output tile, or
-    for none, where there is such a grid. ``spare_pages`` lie unused in the pool. ``separate``: values have pages of
-    their own. ``whole_pages``: a page holds a request, and its size follows from the bound.
+    for none, where there is such a grid. ``spare_pages`` lie unused in the pool.
+    ``separate``: values have pages of their own. ``kv_scales`` is the form of the scales of keys and values.
+    ``whole_pages``: a page holds a request, and its size follows from the bound.
     """
 
     lengths: tuple[int, ...]
@@ -46,6 +48,7 @@ class DecodeCase(Queries):
     scale: float | None = None
     output_scale: float = 1.0
     device_scales: bool = False
+    kv_scales: str = ""
     with_lse: bool = True
     batch_invariant: bool = False
     pdl: bool = False
@@ -126,6 +129,7 @@ class HostTensors:
     q_cu_seq_lens: np.ndarray | None
     mask: np.ndarray | None
     sinks: np.ndarray | None
+    kv_scales: Scales | None = None
 
 
 def make_request(case: DecodeCase, rng: np.random.Generator, kv_len: int, q_len: int) -> Request:
@@ -146,7 +150,8 @@ def make_sinks(case: DecodeCase, rng: np.random.Generator) -> np.ndarray | None:
 def make_host(case: DecodeCase, rng: np.random.Generator) -> HostTensors:
     """Random requests, assembled."""
     requests = [make_request(case, rng, *lens) for lens in zip(case.lengths, case.query_lens, strict=True)]
-    return assemble(case, requests, rng, make_sinks(case, rng))
+    host = assemble(case, requests, rng, make_sinks(case, rng))
+    return replace(host, kv_scales=draw_kv_scales(case.kv_scales, case.batch, case.kv_heads, rng))
 
 
 def assemble(
@@ -223,6 +228,7 @@ def reference_of(case: DecodeCase, host: HostTensors) -> tuple[np.ndarray, np.nd
             own[: len(request.k)] = values_of(case.kv_dtype, getattr(request, name))
         caches.append(cache)
     tokens = sum(len(request.q) for request in host.requests)
+    k_scale, v_scale = host.kv_scales or (1.0, 1.0)
     return paged_decode_reference(
         values_of(case.q_type, host.q[:tokens]),
         *caches,
@@ -230,6 +236,8 @@ def reference_of(case: DecodeCase, host: HostTensors) -> tuple[np.ndarray, np.nd
         host.seq_lens.astype(np.int32),
         case.softmax_scale,
         output_scale=case.output_scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
         q_cu_seq_lens=None if host.q_cu_seq_lens is None else host.q_cu_seq_lens.astype(np.int32),
         mask=None if host.mask is None else host.mask[:tokens],
         sinks=host.sinks,

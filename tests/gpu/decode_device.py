@@ -15,9 +15,11 @@ from decode_compare import assert_close, score_error
 from decode_masks import packed_words
 from decode_queries import lse_view, options_of, output_view, tokens_view, with_gaps
 from decode_values import KINDS
+from kv_scales import NUMBER, kv_scale_arguments
 
 from cubin_runtime.artifacts.tables.native_kernels import NativeKernel
 from cubin_runtime.attention import PagedDecodePlan, Runtime, TensorView, plan_paged_decode
+from cubin_runtime.attention.decode_call import KV_SCALES
 from cubin_runtime.errors import UsageError
 from cubin_runtime.kernels.native.decode import select
 from cubin_runtime.kernels.native.decode.grids import Grid
@@ -40,6 +42,7 @@ class DeviceCase:
         self.tensors = (*_inputs(case, host, arrays), out, lse_view(case, arrays))
         sinks = (case.q_heads,) if case.flat_q else (case.kv_heads, case.group)
         self.options = options_of(case, host, arrays, sinks)
+        self.options |= kv_scale_arguments(case.kv_scales, host.kv_scales, case.batch, arrays)
         self.plan: PagedDecodePlan = plan_paged_decode(
             *self.tensors,
             **self.options,
@@ -125,7 +128,8 @@ class DeviceCase:
     def of_scores(self) -> float:
         """What scores may be off by beyond rounding."""
         as_they_are = any(kernel.traits["q_dtypes"] == "e4m3" for kernel in self.kernels)
-        return score_error(self.case.head_dim, self.case.softmax_scale) if as_they_are else 0.0
+        largest = 1.0 if self.host.kv_scales is None else float(np.abs(self.host.kv_scales[0]).max())
+        return score_error(self.case.head_dim, self.case.softmax_scale * largest) if as_they_are else 0.0
 
     def assert_right(self) -> float:
         """The result against float64."""
@@ -151,6 +155,11 @@ class DeviceCase:
         mask = None if host.mask is None else packed_words(host.mask, self.case.q_bound)
         for name, part in (("q_cu_seq_lens", host.q_cu_seq_lens), ("mask", mask), ("sinks", host.sinks)):
             if self.options[name] is not None:
+                self.driver.copy_to_device(self.options[name].pointer, part)
+        if host.kv_scales is not None and self.case.kv_scales == NUMBER:
+            host = replace(host, kv_scales=self.host.kv_scales)
+        elif host.kv_scales is not None:
+            for name, part in zip(KV_SCALES, host.kv_scales, strict=True):
                 self.driver.copy_to_device(self.options[name].pointer, part)
         self.host = host
         self.__dict__.pop("expected", None)

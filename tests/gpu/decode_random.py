@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from decode_cases import DecodeCase, edge_lengths
 from decode_masks import MASKS
+from kv_scales import FORMS, NUMBER
 
 Q_DTYPES = {"bf16": ("bf16",), "fp16": ("fp16",), "e4m3": ("bf16", "fp16", "e4m3")}
 HEAD_DIMS = (32, 64, 128, 256, 512)
@@ -54,6 +55,8 @@ def random_case(rng: np.random.Generator, spans: Sequence[int] = SPANS, **fixed:
         "clusters": _one(rng, (None, False, True)),
     }
     draw |= fixed
+    forms = ("", *FORMS) if draw["kv_dtype"] == "e4m3" else ("", "", NUMBER)
+    draw["kv_scales"] = fixed.get("kv_scales", _one(rng, forms))
     draw["q_dtype"] = fixed.get("q_dtype") or _one(rng, Q_DTYPES[draw["kv_dtype"]])
     lengths = _lengths(rng, draw["page_size"], spans)
     slack = _one(rng, (0, 1, 70, 700))

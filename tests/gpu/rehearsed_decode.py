@@ -37,7 +37,7 @@ from cubin_runtime.testing import GraphDriver
 from kernels_src.variants import VARIANTS, Variant
 
 TYPES = {code: name for name, code in TYPE_CODES.items()}
-STRUCT = "PagedDecodeCopyParams"
+STRUCTS = {False: "PagedDecodeCopyParams", True: "PagedDecodeCopyE4m3Params"}  # by whether caches are e4m3
 ARITHMETIC = "rehearsed arithmetic"
 # Whether results show which kernel's arithmetic they are of, and without fixed splits the batch, as a device's do.
 show_arithmetic = False
@@ -54,7 +54,7 @@ def arithmetic_of(variant: Variant) -> int:
 
 KERNELS = tuple(
     # Caches come as pointers and strides.
-    kernel_of(v, STRUCT, traits={**v.traits, "tma": False, ARITHMETIC: arithmetic_of(v)})
+    kernel_of(v, STRUCTS[v.traits["dtype"] == "e4m3"], traits={**v.traits, "tma": False, ARITHMETIC: arithmetic_of(v)})
     for v in VARIANTS
     if v.operation == "paged_decode" and v.sm == "90a"
 )
@@ -177,6 +177,7 @@ def decode(p: Mapping[str, Any], traits: Mapping[str, Any], _: Sequence[int]) ->
         return float(memory(p[name], np.float32, (1,), (1,))[0]) if p[name] else 1.0
 
     status = memory(p["status"], np.uint32, (1,), (1,))
+    of_keys, of_values = kv_scales(p, "k_scale"), kv_scales(p, "v_scale")
     q, out = of_tokens("q", KINDS[q_type].bits, (dim,)), of_tokens("out", KINDS[out_type].bits, (dim,))
     lse = of_tokens("lse", np.float32, ()) if p["lse"] else None
     k_cache, v_cache = of_cache("k"), of_cache("v")
@@ -190,7 +191,6 @@ def decode(p: Mapping[str, Any], traits: Mapping[str, Any], _: Sequence[int]) ->
     sinks = memory(p["sinks"], np.float32, (heads,), (1,)).astype(np.float64) if p["sinks"] else None
     shift = 1e-4 * int(traits[ARITHMETIC]) + (0 if p["splits"] else 1e-5 * (p["batch"] % 64))
     logits = p["softmax_scale_log2"] / math.log2(math.e) * scale("softmax_scale_device")
-    factor = p["output_scale"] * scale("output_scale_device")
     for b in range(p["batch"]):
         begin, rows = query_rows(p, b, status)
         if not p["min_rows"] <= rows * p["group"] <= p["max_rows"]:
@@ -206,14 +206,14 @@ def decode(p: Mapping[str, Any], traits: Mapping[str, Any], _: Sequence[int]) ->
         status |= np.uint32(4 * bool(((pages < 0) | (pages >= p["num_pages"])).any()))
         k_pages, v_pages = np.clip(pages, 0, p["num_pages"] - 1)
         k, v = (
-            values_of(kv, cache[at, keys % page]).astype(np.float64)
-            for cache, at in ((k_cache, k_pages), (v_cache, v_pages))
+            values_of(kv, cache[at, keys % page]).astype(np.float64) * by[b, :, None]
+            for cache, at, by in ((k_cache, k_pages, of_keys), (v_cache, v_pages, of_values))
         )
         queries = values_of(q_type, np.ascontiguousarray(q[begin : begin + rows])).astype(np.float64)
         for i in range(rows):
             at = np.flatnonzero(seen[i, first:])
             row, row_lse = attend(queries[i], k[at], v[at], logits, sinks)
-            out[begin + i] = bits_of(out_type, row * factor)
+            out[begin + i] = bits_of(out_type, row * p["output_scale"] * scale("output_scale_device"))
             if lse is not None:
                 lse[begin + i] = row_lse + shift * show_arithmetic
 
@@ -221,6 +221,15 @@ def decode(p: Mapping[str, Any], traits: Mapping[str, Any], _: Sequence[int]) ->
 # Operation -> what computes its launches; others join by adding theirs.
 # By operation: what computes a launch of a parameter struct, of a kernel with traits, and of a grid.
 COMPUTED: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any], Sequence[int]], None]] = {"paged_decode": decode}
+
+
+def kv_scales(p: Mapping[str, Any], name: str) -> np.ndarray:
+    """The factors of keys or of values by request and KV head; kernels over 16-bit caches take none."""
+    shape = p["batch"], p["kv_heads"]
+    if not p.get(name):
+        return np.ones(shape)
+    strides = p[f"{name}_request_stride"], p[f"{name}_head_stride"]
+    return memory(p[name], np.float32, shape, strides).astype(np.float64)
 
 
 def mask_of(p: Mapping[str, Any]) -> np.ndarray | None:

@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from context_cases import KV_SCALES, ContextCase, ContextHost, context_host
+from context_cases import ContextCase, ContextHost, context_host
 from context_device import context_on_device
 from decode_values import bits_of, e4m3_table, values_of
 from graph_replays import replay_over
+from kv_scales import FORMS
 
 from cubin_runtime.attention import Runtime, TensorView
 from cubin_runtime.attention.scales import ScaleProduct
@@ -75,7 +76,7 @@ def test_the_bits_are_those_of_the_dequantised_cache(
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
-@pytest.mark.parametrize("form", list(KV_SCALES))
+@pytest.mark.parametrize("form", FORMS)
 def test_every_form_of_scales_matches_float64(runtime: Runtime, dtype: str, head_dim: int, form: str) -> None:
     case = replace(BASE, dtype=dtype, head_dim=head_dim, form="paged", kv_scales=form, sinks=False)
     with context_on_device(runtime, case, np.random.default_rng(5)) as device:

@@ -47,7 +47,7 @@ def decode_kernel(
             "tma": sm == "90a",
             "arithmetic": f"warpgroups of {rows} rows" if sm == "90a" and rows >= 64 else "warps",
         },
-        struct="PagedDecodeTmaParams" if sm == "90a" else "PagedDecodeCopyParams",
+        struct=f"PagedDecode{'Tma' if sm == '90a' else 'Copy'}{'E4m3' * (dtype == 'e4m3')}Params",
         struct_bytes=448,
         struct_fingerprint="0" * 64,
         threads=160,

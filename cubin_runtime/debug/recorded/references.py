@@ -92,6 +92,10 @@ class _Inputs:
         found = self.optional(name)
         return 1.0 if found is None else float(found.reshape(-1)[0])
 
+    def kv_scales(self) -> dict[str, Any]:
+        """The scales of keys and values that are tensors."""
+        return {name: own for name in KV_SCALES if (own := self.optional(name)) is not None}
+
     def starts(self) -> NDArray[Any] | None:
         """Where each request's query tokens begin; None: all have the same number.
 
@@ -178,12 +182,16 @@ def _native(inputs: _Inputs, cache: str, page_size: int) -> tuple[dict[str, Any]
 
 
 def _paged_decode(inputs: _Inputs) -> Reference:
+    import numpy as np
+
     q, k, v = (inputs.array(name) for name in ("q", "k_cache", "v_cache"))
     q = q.reshape(-1, *q.shape[-2:])
     given, notes = _native(inputs, "k_cache", k.shape[1])
     window = {name: inputs.options[name] for name in ("window_left", "draft_position") if name in inputs.options}
-    out, lse = paged_decode_reference(q, k, v, **window, **given)
-    off = inputs.score_error(q, k, given["softmax_scale"], "q", "k_cache")
+    scales = inputs.kv_scales()
+    out, lse = paged_decode_reference(q, k, v, **window, **scales, **given)
+    largest = float(np.abs(scales.get("k_scale", 1.0)).max())
+    off = inputs.score_error(q, k, given["softmax_scale"] * largest, "q", "k_cache")
     return Reference(out, lse, tuple(notes), off, probability_dtype(inputs.call.tensors["k_cache"].view.dtype))
 
 
@@ -218,7 +226,6 @@ def _context_attention(inputs: _Inputs) -> Reference:
     sinks = inputs.optional("sinks")
     scale = options["softmax_scale"] * inputs.number("softmax_scale")
     names = ("causal", "window_left", "window_right", "logit_soft_cap", "lse_sink")
-    scales: dict[str, Any] = {name: own for name in KV_SCALES if (own := inputs.optional(name)) is not None}
     out, lse = context_attention_reference(
         q.reshape(-1, *q.shape[-2:]),
         k,
@@ -229,7 +236,7 @@ def _context_attention(inputs: _Inputs) -> Reference:
         page_table=table,
         sinks=None if sinks is None else sinks.reshape(-1),
         output_scale=options["output_scale"] * inputs.number("output_scale"),
-        **scales,
+        **inputs.kv_scales(),
         lse_base=options["lse_base"],
         **{name: options[name] for name in names},
     )

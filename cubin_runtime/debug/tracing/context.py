@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from ...attention.context_call import ContextOptions, is_paged
-from ...attention.decode_call import KV_SCALES, DecodeCall
+from ...attention.decode_call import DecodeCall
 from ...dtypes import DTYPES
 from ...tensor import TensorView
-from .decode import ONE, sink_axes, table_axes
+from .decode import ONE, kv_scales, sink_axes, table_axes
 from .references import of_attention, run_of
 from .schema import Axis, Constant, Scalar, Tensor, TracedCall
 
@@ -65,14 +65,6 @@ def traced_context(call: DecodeCall) -> TracedCall:
     )
 
 
-def _scale_axes(scale: TensorView | None) -> tuple[Axis, ...]:
-    """The axes of a scale of keys or values in the form that it came in."""
-    heads = (Constant("kv_heads"),)
-    if scale is None or scale.shape == (1,):
-        return ONE
-    return heads if len(scale.shape) == 1 else ("batch", *heads)
-
-
 def _optional_tensors(call: DecodeCall) -> list[Tensor]:
     tensors, table = call.tensors, call.tensors.get("page_table")
     more: list[tuple[str, TensorView | None, tuple[Axis, ...], str]] = [
@@ -83,9 +75,8 @@ def _optional_tensors(call: DecodeCall) -> list[Tensor]:
         ("sinks", tensors.get("sinks"), sink_axes(tensors), "logits in the denominator"),
         ("softmax_scale_device", tensors.get("softmax_scale"), ONE, "a factor more of the scores"),
         ("output_scale_device", tensors.get("output_scale"), ONE, "a factor more of the output"),
-        *(
-            (name, tensors.get(name), _scale_axes(tensors.get(name)), "a factor more of a KV head")
-            for name in KV_SCALES
-        ),
     ]
-    return [Tensor(name, view, axes, words) for name, view, axes, words in more if view is not None]
+    return [
+        *(Tensor(name, view, axes, words) for name, view, axes, words in more if view is not None),
+        *kv_scales(call),
+    ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...attention.decode_call import DEALING_OPTIONS, GLOBAL_LENS, DecodeCall
+from ...attention.decode_call import DEALING_OPTIONS, GLOBAL_LENS, KV_SCALES, DecodeCall
 from ...attention.operator import CallTensors
 from ...dtypes import DTYPES
 from ...tensor import TensorView
@@ -34,9 +34,10 @@ def traced_decode(call: DecodeCall) -> TracedCall:
         Tensor("seq_lens", tensors["seq_lens"], ("batch",), "keys, those of the query tokens among them"),
     ]
     inputs += option_tensors(tensors, mask_axes(tensors, tokens), sink_axes(tensors))
+    inputs += kv_scales(call)
     inputs += [
-        Scalar("softmax_scale", options.softmax_scale),
-        Scalar("output_scale", options.output_scale),
+        Scalar("softmax_scale", options.softmax_scale * options.k_scale),
+        Scalar("output_scale", options.output_scale * options.v_scale),
         Scalar("window_left", options.window_left, "int32"),
         Scalar("max_seq_len", options.max_seq_len, "int32"),
     ]
@@ -91,6 +92,19 @@ def option_tensors(tensors: CallTensors, mask: tuple[Axis, ...], sinks: tuple[Ax
         ("output_scale_device", tensors.get("output_scale"), ONE, "a factor more of the output"),
     ]
     return [Tensor(name, view, axes, words) for name, view, axes, words in more if view is not None]
+
+
+def kv_scales(call: DecodeCall) -> list[Tensor]:
+    """The scales of keys and values that are tensors, in the form that they came in."""
+    found = [(name, call.tensors.get(name)) for name in KV_SCALES]
+    return [Tensor(name, view, _scale_axes(view), "a factor more of a KV head") for name, view in found if view]
+
+
+def _scale_axes(scale: TensorView) -> tuple[Axis, ...]:
+    heads = (Constant("kv_heads"),)
+    if scale.shape == (1,):
+        return ONE
+    return heads if len(scale.shape) == 1 else ("batch", *heads)
 
 
 def mask_axes(tensors: CallTensors, tokens: tuple[Axis, ...]) -> tuple[Axis, ...]:

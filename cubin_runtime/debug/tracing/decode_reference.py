@@ -21,6 +21,8 @@ def decode(  # type: ignore[no-untyped-def]  # noqa: PLR0915
     sinks=None,
     softmax_scale_device=None,
     output_scale_device=None,
+    k_scale=None,
+    v_scale=None,
     global_seq_lens=None,
     cp_world=1,
     cp_rank=0,
@@ -42,6 +44,8 @@ def decode(  # type: ignore[no-untyped-def]  # noqa: PLR0915
         softmax_scale = softmax_scale * softmax_scale_device.item()
     if output_scale_device is not None:
         output_scale = output_scale * output_scale_device.item()
+    one = torch.ones(1, dtype=torch.float64, device=q.device)
+    of_keys, of_values = ((one if by is None else by.double()).expand(batch, kv_heads) for by in (k_scale, v_scale))
     out = torch.zeros(tokens, heads, value_dim, dtype=torch.float64, device=q.device)
     lse = torch.full((tokens, heads), -math.inf, dtype=torch.float64, device=q.device)
     for b, length in enumerate(seq_lens.tolist()):
@@ -51,8 +55,9 @@ def decode(  # type: ignore[no-untyped-def]  # noqa: PLR0915
         prefix = every - rows  # keys in front of the query tokens; below 0, that many tokens have no key
         pages = page_table[b, ..., : -(-length // page_size)].long()
         k_pages, v_pages = (pages, pages) if pages.dim() == 1 else pages
-        keys = k_cache[k_pages].reshape(-1, kv_heads, head_dim)[: len(own)].double()
+        keys = k_cache[k_pages].reshape(-1, kv_heads, head_dim)[: len(own)].double() * of_keys[b, None, :, None]
         values = v_cache[v_pages].reshape(-1, kv_heads, value_dim)[: len(own)].double()
+        values = values * of_values[b, None, :, None]
         keys = keys.repeat_interleave(heads // kv_heads, dim=1)
         values = values.repeat_interleave(heads // kv_heads, dim=1)
         for row in range(rows):

@@ -24,6 +24,27 @@ SLACK_TILES_FIELD = Field(
     "KV tiles that a CTA may have beyond an equal share, if then no output tile is split through the workspace",
 )
 
+_SCALED = (("k", "keys"), ("v", "values"))
+# Of kernels over e4m3 keys and values: they come last in a struct.
+KV_SCALE_FIELDS = (
+    *(Field(f"{name}_scale", "ptr", f"fp32, factors of {what}; null: 1") for name, what in _SCALED),
+    *(
+        Field(f"{name}_scale_{of}_stride", "int64", f"elements between the factors of {of}s in {name}_scale; 0: one")
+        for name, _ in _SCALED
+        for of in ("request", "head")
+    ),
+)
+
+
+def kv_scale_strides(k: tuple[int, int], v: tuple[int, int]) -> dict[str, object]:
+    """The stride fields of scales of keys and of values: elements between requests and between KV heads."""
+    strides = {"k": k, "v": v}
+    return {
+        f"{name}_scale_{of}_stride": stride
+        for name, by in strides.items()
+        for of, stride in zip(("request", "head"), by, strict=True)
+    }
+
 
 def page_size_log2(page_size: int) -> int:
     """What kernels divide tokens by: a page whose size is no power of two is the only one of its request."""

@@ -4,9 +4,15 @@
 #include "../../common/stream_k.cuh"
 #include "../../common/wgmma.cuh"
 #include "KernelConstants.h"
-#if USE_TMA
+#if USE_TMA && KV_E4M3
+#include "PagedDecodeTmaE4m3Params.h"
+using Params = PagedDecodeTmaE4m3Params;
+#elif USE_TMA
 #include "PagedDecodeTmaParams.h"
 using Params = PagedDecodeTmaParams;
+#elif KV_E4M3
+#include "PagedDecodeCopyE4m3Params.h"
+using Params = PagedDecodeCopyE4m3Params;
 #else
 #include "PagedDecodeCopyParams.h"
 using Params = PagedDecodeCopyParams;
@@ -187,6 +193,7 @@ struct alignas(128) SharedStorage {
     Rows open_rows;  // the output tile of the latest partial that this CTA wrote, whose merge is pending
     SplitSet open_splits;
     uint32_t open_arrived;  // arrivals before this CTA's
+    float open_output_scale[KV_E4M3 ? 1 : 0];
 #endif
 };
 

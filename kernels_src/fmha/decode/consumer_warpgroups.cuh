@@ -478,8 +478,11 @@ DEVICE void consume_tiles_in_turn(const WorkTile& work, int visible_from, int kv
 #endif
 
 DEVICE void consume(const Params& p, const WorkRange& range, SharedStorage& shared) {
-    const float softmax_scale = p.softmax_scale_log2 * device_scale(p.softmax_scale_device);
-    const float output_scale = p.output_scale * device_scale(p.output_scale_device);
+    float softmax_scale = p.softmax_scale_log2 * device_scale(p.softmax_scale_device);
+    float output_scale = p.output_scale * device_scale(p.output_scale_device);
+#if KV_E4M3
+    const float launch_softmax_scale = softmax_scale, launch_output_scale = output_scale;
+#endif
     uint32_t taken = 0;  // KV tiles so far
     uint32_t cleared = 0;  // phase of the partition's barrier
     if (ROWS == 128 && !CONVERTS && warpgroup() == 0) named_barrier_arrive<CONSUMERS>(TURN);  // the first turn
@@ -490,9 +493,14 @@ DEVICE void consume(const Params& p, const WorkRange& range, SharedStorage& shar
     // A partial's arrival is evaluated during the next work tile; until then its output tile stays open.
     const auto close = [&] {
         if (shared.open_splits.count > 1)
-            merge_if_last(p, shared.open_rows, shared.open_splits, shared.open_arrived, output_scale, shared);
+            merge_if_last(p, shared.open_rows, shared.open_splits, shared.open_arrived,
+                          KV_E4M3 ? shared.open_output_scale[0] : output_scale, shared);
     };
     for_each_work_tile(p, range, [&](const WorkTile& work) {
+#if KV_E4M3
+        softmax_scale = launch_softmax_scale * key_scale(p, work);
+        output_scale = launch_output_scale * value_scale(p, work);
+#endif
         QueryFragments q;
         float scale[2];
         load_query(p, work, softmax_scale, q, scale);
@@ -519,6 +527,9 @@ DEVICE void consume(const Params& p, const WorkRange& range, SharedStorage& shar
         store_work_tile(p, work, splits, output_scale, shared);
         if (threadIdx.x == 0) {
             shared.open_rows = work.rows, shared.open_splits = splits;
+#if KV_E4M3
+            shared.open_output_scale[0] = output_scale;
+#endif
             if (splits.count > 1) shared.open_arrived = arrive(p, splits);
         }
         if (CONVERTS) named_barrier_arrive<CONSUMERS + CONVERTERS>(MERGED_BARRIER);

@@ -480,12 +480,19 @@ DEVICE void take_tile(const WorkTile& work, int tile_token, const Queries& queri
 }
 
 DEVICE void consume(const Params& p, const WorkRange& range, SharedStorage& shared) {
-    const float softmax_scale = p.softmax_scale_log2 * device_scale(p.softmax_scale_device);
-    const float output_scale = p.output_scale * device_scale(p.output_scale_device);
+    float softmax_scale = p.softmax_scale_log2 * device_scale(p.softmax_scale_device);
+    float output_scale = p.output_scale * device_scale(p.output_scale_device);
+#if KV_E4M3
+    const float launch_softmax_scale = softmax_scale, launch_output_scale = output_scale;
+#endif
     const LaneOffsets offsets;
     StageState state;
     for_each_work_tile(p, range, [&](const WorkTile& work) {
         const Request& r = work.request;
+#if KV_E4M3
+        softmax_scale = launch_softmax_scale * key_scale(p, work);
+        output_scale = launch_output_scale * value_scale(p, work);
+#endif
         Queries queries;
         queries.load(p, work, softmax_scale, shared);
         const SplitSet splits = stream_k::splits_of<DecodeTiling>(p, range, work);  // while the keys are in flight

@@ -137,6 +137,20 @@ DEVICE bool all_rows_see(const Params& p, const Request& r, int token) {
 
 DEVICE float device_scale(const void* factor) { return factor == nullptr ? 1.f : *static_cast<const float*>(factor); }
 
+// The factors of scores and output that a work tile has beside those of the launch.
+#if KV_E4M3
+DEVICE float key_scale(const Params& p, const WorkTile& work) {
+    if (p.k_scale == nullptr) return 1.f;
+    return static_cast<const float*>(
+        p.k_scale)[work.request.index * p.k_scale_request_stride + work.rows.head * p.k_scale_head_stride];
+}
+DEVICE float value_scale(const Params& p, const WorkTile& work) {
+    if (p.v_scale == nullptr) return 1.f;
+    return static_cast<const float*>(
+        p.v_scale)[work.request.index * p.v_scale_request_stride + work.rows.head * p.v_scale_head_stride];
+}
+#endif
+
 // The end of the KV tiles that hold keys: the single tile of a request without keys is never loaded.
 DEVICE int end_tile(const WorkTile& work) {
     const Request& r = work.request;

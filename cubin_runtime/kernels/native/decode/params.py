@@ -7,7 +7,7 @@ from types import MappingProxyType
 from ....launch.structs import Field, StructLayout
 from ..constants import STATUS_BITS_TEXT, TYPE_CODES_TEXT
 from ..context_parallel import DEALING_FIELDS, GLOBAL_LENS_FIELD
-from ..problem import SLACK_TILES_FIELD, VALUE_TABLE_FIELD
+from ..problem import KV_SCALE_FIELDS, SLACK_TILES_FIELD, VALUE_TABLE_FIELD
 
 _COMMON = (
     Field("q", "ptr", "queries of q_type, [tokens, kv_heads * group, head_dim]"),
@@ -74,28 +74,31 @@ _COMMON = (
     Field("output_scale", "float", "multiplied with the output"),
 )
 
-PAGED_DECODE_TMA = StructLayout.declare(
-    "PagedDecodeTmaParams",
-    (
-        Field("k_map", "CUtensorMap", "keys: (head_dim, token in page, KV head, page)"),
-        Field("v_map", "CUtensorMap", "values, likewise"),
-        *_COMMON,
-    ),
+_TMA = (
+    Field("k_map", "CUtensorMap", "keys: (head_dim, token in page, KV head, page)"),
+    Field("v_map", "CUtensorMap", "values, likewise"),
+    *_COMMON,
+)
+_COPY = (
+    Field("k", "ptr", "keys"),
+    Field("v", "ptr", "values"),
+    Field("k_page_stride", "int64", "elements between pages in k"),
+    Field("k_token_stride", "int64", "elements between tokens of a page in k"),
+    Field("k_head_stride", "int64", "elements between KV heads in k"),
+    Field("v_page_stride", "int64", "elements between pages in v"),
+    Field("v_token_stride", "int64", "elements between tokens of a page in v"),
+    Field("v_head_stride", "int64", "elements between KV heads in v"),
+    *_COMMON,
 )
 
-PAGED_DECODE_COPY = StructLayout.declare(
-    "PagedDecodeCopyParams",
-    (
-        Field("k", "ptr", "keys"),
-        Field("v", "ptr", "values"),
-        Field("k_page_stride", "int64", "elements between pages in k"),
-        Field("k_token_stride", "int64", "elements between tokens of a page in k"),
-        Field("k_head_stride", "int64", "elements between KV heads in k"),
-        Field("v_page_stride", "int64", "elements between pages in v"),
-        Field("v_token_stride", "int64", "elements between tokens of a page in v"),
-        Field("v_head_stride", "int64", "elements between KV heads in v"),
-        *_COMMON,
-    ),
-)
+PAGED_DECODE_TMA = StructLayout.declare("PagedDecodeTmaParams", _TMA)
+PAGED_DECODE_COPY = StructLayout.declare("PagedDecodeCopyParams", _COPY)
+PAGED_DECODE_TMA_E4M3 = StructLayout.declare("PagedDecodeTmaE4m3Params", (*_TMA, *KV_SCALE_FIELDS))
+PAGED_DECODE_COPY_E4M3 = StructLayout.declare("PagedDecodeCopyE4m3Params", (*_COPY, *KV_SCALE_FIELDS))
+# That describe caches with tensor maps, and those with scales of keys and values.
+TMA_LAYOUTS = (PAGED_DECODE_TMA, PAGED_DECODE_TMA_E4M3)
+E4M3_LAYOUTS = (PAGED_DECODE_TMA_E4M3, PAGED_DECODE_COPY_E4M3)
 
-LAYOUTS = MappingProxyType({layout.name: layout for layout in (PAGED_DECODE_TMA, PAGED_DECODE_COPY)})
+LAYOUTS = MappingProxyType(
+    {layout.name: layout for layout in (*TMA_LAYOUTS, PAGED_DECODE_COPY, PAGED_DECODE_COPY_E4M3)}
+)

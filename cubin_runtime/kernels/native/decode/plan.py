@@ -15,9 +15,9 @@ from ....launch.tensormap import TensorMapSpec
 from ....values import dataclass
 from ..constants import CONSTANTS
 from ..launches import KernelFile, NativeLaunch, native_plan, scratch_regions
-from ..problem import Problem, page_size_log2
+from ..problem import Problem, kv_scale_strides, page_size_log2
 from .grids import SEGMENTS
-from .params import PAGED_DECODE_TMA
+from .params import E4M3_LAYOUTS, TMA_LAYOUTS
 from .select import DecodeSelection
 from .shape import DecodeShape
 
@@ -37,7 +37,8 @@ class DecodeProblem(Problem):
     """A paged decode.
 
     ``window_left`` is -1 without a window; ``positions_by_index`` says how a mask's tokens are counted for one.
-    ``v_table_offset`` is 0 where K and V share pages.
+    ``v_table_offset`` is 0 where K and V share pages. Scales of e4m3 keys and values lie at strides of a request and of
+    a KV head, 0 where all have one.
     """
 
     kv_heads: int
@@ -47,6 +48,8 @@ class DecodeProblem(Problem):
     positions_by_index: bool = False
     k_strides: CacheStrides
     v_strides: CacheStrides
+    k_scale_strides: tuple[int, int] = (0, 0)
+    v_scale_strides: tuple[int, int] = (0, 0)
     v_table_offset: int = 0
 
     def shape(self, *, ragged: bool, batch_invariant: bool) -> DecodeShape:
@@ -105,7 +108,9 @@ def _launch(
         "v_table_offset": problem.v_table_offset,
         **cache_values(file.layout, problem, int(kernel.traits["tile_tokens"])),
     }
-    names = ("k_map", "v_map") if file.layout is PAGED_DECODE_TMA else ("k", "v")
+    if file.layout in E4M3_LAYOUTS:
+        values |= kv_scale_strides(problem.k_scale_strides, problem.v_scale_strides)
+    names = ("k_map", "v_map") if file.layout in TMA_LAYOUTS else ("k", "v")
     plan = native_plan(
         kernel,
         file,
@@ -136,7 +141,7 @@ def _regions(selection: DecodeSelection, problem: DecodeProblem, suffix: str) ->
 def cache_values(layout: StructLayout, problem: DecodeProblem, tile_tokens: int) -> dict[str, object]:
     """The fields that describe the caches: two descriptors, or strides."""
     caches = {"k": problem.k_strides, "v": problem.v_strides}
-    if layout is PAGED_DECODE_TMA:
+    if layout in TMA_LAYOUTS:
         pages = (problem.num_pages, problem.page_size, problem.kv_heads, problem.head_dim)
         return {
             f"{name}_map": _descriptor(problem.kv_dtype, pages, strides, tile_tokens)

@@ -6,9 +6,8 @@ from types import MappingProxyType
 
 from ....launch.structs import Field, StructLayout
 from ..constants import STATUS_BITS_TEXT
-from ..problem import VALUE_TABLE_FIELD
+from ..problem import KV_SCALE_FIELDS, VALUE_TABLE_FIELD
 
-_SCALED = (("k", "keys"), ("v", "values"))
 _FIELDS = (
     Field("q_map", "CUtensorMap", "queries: (head_dim, head, token)"),
     Field(
@@ -55,20 +54,7 @@ _FIELDS = (
 )
 
 CONTEXT_ATTENTION = StructLayout.declare("ContextAttentionParams", _FIELDS)
-# With keys and values in e4m3, which have scales: their fields come last.
-CONTEXT_ATTENTION_E4M3 = StructLayout.declare(
-    "ContextAttentionE4m3Params",
-    (
-        *_FIELDS,
-        *(Field(f"{name}_scale", "ptr", f"fp32, factors of {what}; null: 1") for name, what in _SCALED),
-        *(
-            Field(
-                f"{name}_scale_{of}_stride", "int64", f"elements between the factors of {of}s in {name}_scale; 0: one"
-            )
-            for name, _ in _SCALED
-            for of in ("request", "head")
-        ),
-    ),
-)
+# With keys and values in e4m3, which have scales.
+CONTEXT_ATTENTION_E4M3 = StructLayout.declare("ContextAttentionE4m3Params", (*_FIELDS, *KV_SCALE_FIELDS))
 
 LAYOUTS = MappingProxyType({layout.name: layout for layout in (CONTEXT_ATTENTION, CONTEXT_ATTENTION_E4M3)})

@@ -10,7 +10,7 @@ from ....launch.regions import Region
 from ....launch.tensormap import TensorMapSpec
 from ....values import dataclass
 from ..launches import STATUS, KernelFile, NativeLaunch, native_plan
-from ..problem import LOG2_E, page_size_log2
+from ..problem import LOG2_E, kv_scale_strides, page_size_log2
 from .select import ContextSelection
 
 _COUNTERS = Region("counters", 8, zeroed=True)
@@ -125,17 +125,11 @@ def context_launch(
     return NativeLaunch(selection, plan, regions)
 
 
-def _scale_strides(problem: ContextProblem) -> dict[str, int]:
+def _scale_strides(problem: ContextProblem) -> dict[str, object]:
     """The fields that only kernels of e4m3 caches have."""
     if problem.kv_dtype == problem.dtype:
         return {}
-    (k_request, k_head), (v_request, v_head) = problem.k_scale_strides, problem.v_scale_strides
-    return {
-        "k_scale_request_stride": k_request,
-        "k_scale_head_stride": k_head,
-        "v_scale_request_stride": v_request,
-        "v_scale_head_stride": v_head,
-    }
+    return kv_scale_strides(problem.k_scale_strides, problem.v_scale_strides)
 
 
 def _window(keys: int) -> int:
