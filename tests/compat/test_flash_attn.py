@@ -184,7 +184,12 @@ def test_the_log_sum_exp_of_requests_of_one_size(standin: StandIn, memory: MadeU
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"qv": tensor("bfloat16", 1)}, "qv=a TensorView: no kernel here honours it; expected None"),
-    *(({name: tensor("float32", 1)}, f"{name}=a TensorView") for name in ("q_descale", "k_descale", "v_descale")),
+    ({"q_descale": tensor("float32", 1)}, "q_descale=a TensorView"),
+    *(
+        ({name: tensor("float32", 1)}, f"{name}: a tensor with bfloat16 keys and values")
+        for name in ("k_descale", "v_descale")
+    ),
+    ({"k_descale": math.inf}, "k_descale=inf: expected a finite number"),
     ({"attention_chunk": 64}, "attention_chunk=64: no kernel here honours it; expected 0"),
     ({"sm_margin": 2}, "sm_margin=2"),
     ({"window_size": 5}, r"window_size=5: expected \(left, right\)"),
@@ -229,7 +234,7 @@ def test_what_version_2_alone_has_and_none_honours(memory: MadeUpMemory, name: s
 
 
 VARLEN: list[tuple[dict[str, Any], str]] = [
-    ({"seqused_q": tensor("int32", 3)}, "seqused_q=a TensorView"),
+    ({"seqused_q": tensor("int32", 3)}, "cu_seqlens_q: running sums for seqused_q would be made from a TensorView"),
     ({"cu_seqlens_q": tensor("int32", 3, 4)}, "cu_seqlens_q: shape"),
     ({"cu_seqlens_q": tensor("int64", 4)}, "cu_seqlens_q: dtype int64"),
     ({"cu_seqlens_k": tensor("int32", 9)}, r"cu_seqlens_k: shape \(9,\)"),

@@ -128,9 +128,11 @@ def test_running_sums_of_new_tokens_without_new_tokens_are_unused(standin: Stand
 NEW = tensor("bfloat16", BATCH, 1, KV_HEADS, DIM)
 REFUSED: list[tuple[dict[str, Any], str]] = [
     *(({name: tensor("float32", 1)}, f"{name}=a TensorView") for name in ("rotary_cos", "rotary_sin")),
-    ({"rotary_seqlens": tensor("int32", 3)}, "rotary_seqlens=a TensorView"),
     ({"cache_leftpad": tensor("int32", 3)}, "cache_leftpad=a TensorView"),
-    ({"cache_batch_idx": tensor("int32", 3)}, "cache_batch_idx: given with block_table"),
+    (
+        {"cache_batch_idx": tensor("int32", 3)},
+        "block_table: its rows by cache_batch_idx would be taken from a TensorVi",
+    ),
     ({"cache_batch_idx": tensor("int64", 3), "block_table": None}, "cache_batch_idx: dtype int64, expected int32"),
     ({"cache_batch_idx": tensor("int32", 3, 1), "block_table": None}, r"cache_batch_idx: shape \(3, 1\), expected 1"),
     ({"cache_seqlens": 7}, "cache_seqlens: lengths would be made from a number"),

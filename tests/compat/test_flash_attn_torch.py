@@ -15,6 +15,7 @@ from cubin_runtime.compat.flash_attn.tensors import whole_cache
 from cubin_runtime.errors import UsageError
 from cubin_runtime.kernels.native.append.params import APPEND_KV
 from cubin_runtime.kernels.native.decode.params import PAGED_DECODE_TMA
+from cubin_runtime.kernels.native.layouts import LAYOUTS
 from cubin_runtime.testing import StandIn
 
 torch = pytest.importorskip("torch")
@@ -291,3 +292,67 @@ def test_tensors_of_a_traced_call_are_its_own() -> None:
     with FakeTensorMode():
         assert isinstance(whole_cache(torch.empty(1), 5, 7)[1], FakeTensor)
     assert type(whole_cache(torch.empty(1), 5, 7)[1]) is torch.Tensor
+
+
+def test_query_tokens_that_are_not_used_become_requests_without_keys(
+    standin: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: dict[str, Any] = {}
+    original = flash_attn.attention.context_attention
+
+    def context_attention(*given: Any, **named: Any) -> Any:
+        seen.update(named)
+        return original(*given, **named)
+
+    monkeypatch.setattr(flash_attn.attention, "context_attention", context_attention)
+    used = torch.tensor([4, 0, 10], dtype=INT32)
+    descale = torch.arange(6, dtype=torch.float32).view(3, 2)
+    caches = {name: varlen()[name].to(torch.float8_e4m3fn) for name in ("k", "v")}
+    given = varlen(seqused_q=used, seqused_k=torch.tensor([7, 8, 9], dtype=INT32), k_descale=descale, **caches)
+    flash_attn.flash_attn_varlen_func(**given)
+    assert seen["q_cu_seq_lens"].tolist() == [0, 4, 10, 10, 20, 30, 30]
+    assert seen["seq_lens"].tolist() == [7, 0, 8, 0, 9, 0]
+    assert seen["page_table"].shape == (6, COLUMNS)
+    assert seen["k_scale"].tolist() == [[0, 1], [0, 1], [2, 3], [2, 3], [4, 5], [4, 5]]
+    ragged = {name: torch.zeros(450, KV_HEADS, DIM, dtype=BF16) for name in ("k", "v")}
+    flash_attn.flash_attn_varlen_func(**varlen(seqused_q=used, block_table=None, **ragged))
+    assert seen["kv_cu_seq_lens"].tolist() == [0, 100, 100, 150, 150, 450, 450]
+
+
+@pytest.mark.parametrize(
+    ("used", "words"),
+    [
+        (torch.zeros(4, dtype=INT32), r"seqused_q: shape \(4,\), expected \(3,\)"),
+        (torch.zeros(3, dtype=torch.int64), "seqused_q: dtype int64, expected int32"),
+    ],
+)
+def test_numbers_of_used_query_tokens_that_are_refused(used: Any, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        flash_attn.flash_attn_varlen_func(**varlen(seqused_q=used))
+
+
+@pytest.mark.parametrize("q_len", [1, 9])
+def test_rows_of_a_block_table_are_chosen(standin: StandIn, kept: dict[str, Any], q_len: int) -> None:
+    table = torch.arange(5 * COLUMNS, dtype=INT32).view(5, COLUMNS)
+    rows = torch.tensor([3, 0, 4], dtype=INT32)
+    flash_attn.flash_attn_with_kvcache(**cached(q_len, block_table=table, cache_batch_idx=rows, rotary_seqlens=rows))
+    assert kept["cache"].table[:, 0].tolist() == [3 * COLUMNS, 0, 4 * COLUMNS]
+
+
+@pytest.mark.parametrize("q_len", [1, 9])
+def test_descales_reach_the_kernel(standin: StandIn, q_len: int) -> None:
+    caches = {name: cached()[name].to(torch.float8_e4m3fn) for name in ("k_cache", "v_cache")}
+    descale = torch.ones(1).expand(BATCH, KV_HEADS)
+    flash_attn.flash_attn_with_kvcache(**cached(q_len, **caches, k_descale=descale, v_descale=descale))
+    (launch,) = standin.calls("cuLaunchKernelEx")
+    seen = LAYOUTS["ContextAttentionE4m3Params" if q_len == 9 else "PagedDecodeTmaE4m3Params"].unpack(
+        bytes.fromhex(launch.seen["parameter0"])
+    )
+    assert (seen["k_scale"], seen["v_scale"]) == (descale.data_ptr(),) * 2
+    assert {seen[f"{name}_scale_{of}_stride"] for name in "kv" for of in ("request", "head")} == {0}
+
+
+def test_a_decode_that_has_to_have_the_bits_of_a_prompt_is_one_over_e4m3(standin: StandIn) -> None:
+    caches = {name: cached()[name].to(torch.float8_e4m3fn) for name in ("k_cache", "v_cache")}
+    flash_attn.flash_attn_with_kvcache(**cached(1, **caches, num_splits=1))
+    assert "context_attention" in standin.calls("cuLaunchKernelEx")[0].seen["symbol"]

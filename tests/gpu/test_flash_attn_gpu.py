@@ -161,3 +161,101 @@ def test_compiled_calls_give_the_same_bits() -> None:
 
     eager, compiled = attend(values["q"], k, v), torch.compile(attend, fullgraph=True)(values["q"], k, v)
     assert all(torch.equal(one, other) for one, other in zip(eager, compiled, strict=True))
+
+
+E4M3, INT32 = torch.float8_e4m3fn, torch.int32
+
+
+def random_pages(kv_heads: int, dim: int, dtype: Any) -> tuple[Any, Any]:
+    """K and V in 20 pages of 64 tokens, of numbers that e4m3 has."""
+    k, v = (torch.randn(20, 64, kv_heads, dim, device="cuda").to(E4M3).to(dtype) for _ in range(2))
+    return k, v
+
+
+@pytest.mark.parametrize("over_pages", [False, True])
+@pytest.mark.parametrize("descaled", [False, True])
+def test_query_tokens_that_are_not_used(over_pages: bool, descaled: bool) -> None:
+    begins, used, lengths = [0, 100, 103, 180], [60, 3, 0], [200, 70, 320]
+    q = torch.randn(180, 8, 128, device="cuda", dtype=torch.bfloat16)
+    k, v = random_pages(2, 128, E4M3 if descaled else q.dtype)
+    table = torch.randperm(20, device="cuda", dtype=INT32)[:15].view(3, 5)
+    scales = {}
+    if descaled:
+        scales = {f"{name}_descale": torch.rand(3, 2, device="cuda") + 0.5 for name in "kv"}
+    keys = torch.tensor(lengths, dtype=INT32, device="cuda")
+    ragged = (k.flatten(0, 1)[:590], v.flatten(0, 1)[:590])
+    where: dict[str, Any] = {"cu_seqlens_k": sums_of(lengths, "cuda")}
+    if over_pages:
+        where = {"cu_seqlens_k": None, "block_table": table, "seqused_k": keys}
+    out, lse, _ = flash_attn.flash_attn_varlen_func(
+        q,
+        *((k, v) if over_pages else ragged),
+        cu_seqlens_q=torch.tensor(begins, dtype=INT32, device="cuda"),
+        max_seqlen_q=100,
+        max_seqlen_k=320,
+        seqused_q=torch.tensor(used, dtype=INT32, device="cuda"),
+        causal=True,
+        return_attn_probs=True,
+        **where,
+        **scales,
+    )
+    for request, count in enumerate(used):
+        first, start = begins[request], sum(lengths[:request])
+        part = slice(start, start + lengths[request])
+        own: dict[str, Any] = {"cu_seqlens_k": sums_of(lengths[request : request + 1], "cuda")}
+        if over_pages:
+            own |= {"block_table": table[request : request + 1], "seqused_k": keys[request : request + 1]}
+        if count:
+            alone, logs, _ = flash_attn.flash_attn_varlen_func(
+                q[first : first + count],
+                *((k, v) if over_pages else (ragged[0][part], ragged[1][part])),
+                cu_seqlens_q=sums_of([count], "cuda"),
+                max_seqlen_q=count,
+                max_seqlen_k=320,
+                causal=True,
+                return_attn_probs=True,
+                **own,
+                **{name: scale[request : request + 1] for name, scale in scales.items()},
+            )
+            assert torch.equal(out[first : first + count], alone)
+            assert torch.equal(lse[:, first : first + count], logs)
+        assert not out[first + count : begins[request + 1]].any()
+
+
+@pytest.mark.parametrize("q_len", [1, 40])
+@pytest.mark.parametrize("descaled", [False, True])
+def test_rows_of_a_block_table_are_chosen(q_len: int, descaled: bool) -> None:
+    k, v = random_pages(2, 128, E4M3 if descaled else torch.bfloat16)
+    table = torch.randperm(20, device="cuda", dtype=INT32).view(5, 4)
+    rows = torch.tensor([3, 0, 4], dtype=INT32, device="cuda")
+    lengths = torch.tensor([200, 41, 256], dtype=INT32, device="cuda")
+    q = torch.randn(3, q_len, 8, 128, device="cuda", dtype=torch.bfloat16)
+    given: dict[str, Any] = {"cache_seqlens": lengths, "causal": True, "rotary_seqlens": lengths}
+    if descaled:
+        given |= {f"{name}_descale": torch.rand(3, 2, device="cuda") + 0.5 for name in "kv"}
+    out = flash_attn.flash_attn_with_kvcache(q, k, v, block_table=table, cache_batch_idx=rows, **given)
+    assert torch.equal(out, flash_attn.flash_attn_with_kvcache(q, k, v, block_table=table[rows], **given))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("q_len", [1, 4, 70])
+def test_descales_of_requests_and_heads(dtype: Any, dim: int, q_len: int) -> None:
+    k, v = random_pages(2, dim, E4M3)
+    table = torch.randperm(20, device="cuda", dtype=INT32).view(5, 4)
+    q = torch.randn(5, q_len, 8, dim, device="cuda", dtype=dtype)
+    lengths = torch.tensor([200, 71, 256, 100, 90], dtype=INT32, device="cuda")
+    scales = torch.rand(2, 5, 4, device="cuda")[..., ::2] + 0.5
+    more = {"k_descale": scales[0], "v_descale": scales[1], "causal": True}
+    out = flash_attn.flash_attn_with_kvcache(q, k, v, block_table=table, cache_seqlens=lengths, **more)
+    for request, length in enumerate(lengths.tolist()):
+        keys, values = (
+            (side[table[request].long()].flatten(0, 1)[:length].double() * by[request][:, None].double())
+            .repeat_interleave(4, dim=1)
+            .transpose(0, 1)
+            for side, by in zip((k, v), scales, strict=True)
+        )
+        scores = q[request].double().transpose(0, 1) @ keys.transpose(1, 2) / dim**0.5
+        behind = torch.arange(length, device="cuda") > torch.arange(q_len, device="cuda")[:, None] + length - q_len
+        weights = scores.masked_fill(behind, -math.inf).softmax(-1)
+        assert_near(out[request], (weights @ values).transpose(0, 1), OUT_TOLERANCE)

@@ -10,7 +10,16 @@ from ...errors import UsageError, WorkspaceError
 from ..renaming import renamed
 from ..shapes import shape_of
 from .options import Options
-from .tensors import differences, new_lse, permuted
+from .tensors import (
+    differences,
+    divided,
+    for_each_part,
+    new_lse,
+    permuted,
+    repeated,
+    with_zeros,
+    without_keys,
+)
 
 
 def attend(q: Any, k: Any, v: Any, options: Options, **where: Any) -> tuple[Any, Any]:
@@ -40,6 +49,8 @@ def attend(q: Any, k: Any, v: Any, options: Options, **where: Any) -> tuple[Any,
             logit_soft_cap=options.softcap,
             sinks=options.sinks,
             softmax_scale=options.softmax_scale,
+            k_scale=options.k_descale,
+            v_scale=options.v_descale,
             lse_base="e",
             batch_invariant=options.batch_invariant,
             out=options.out,
@@ -61,26 +72,38 @@ def attend_ragged(
     cu_seqlens_k: Any,
     max_seqlen_q: Any,
     max_seqlen_k: Any,
+    seqused_q: Any = None,
     seqused_k: Any = None,
     table: Any = None,
 ) -> tuple[Any, Any]:
     """Attention of queries ``[tokens, heads, head_dim]`` over ragged keys, or with a page ``table``; as ``attend``.
 
-    The lengths in pages are ``seqused_k``, else they are made from ``cu_seqlens_k``.
+    The lengths in pages are ``seqused_k``, else they are made from ``cu_seqlens_k``. With ``seqused_q`` the query
+    tokens of a request that are not used become a request without keys.
     """
     shape_of(q, "q", 3)
-    shape_of(cu_seqlens_q, "cu_seqlens_q", 1)
+    batch = shape_of(cu_seqlens_q, "cu_seqlens_q", 1)[0] - 1
+    if seqused_q is not None:
+        cu_seqlens_q = divided(cu_seqlens_q, seqused_q)
+        options = options._replace(
+            k_descale=for_each_part(options.k_descale, batch), v_descale=for_each_part(options.v_descale, batch)
+        )
     where = {"q_cu_seq_lens": cu_seqlens_q, "max_q_len": integer("max_seqlen_q", max_seqlen_q)}
     bound = integer("max_seqlen_k", max_seqlen_k)
     if table is None:
         shape_of(cu_seqlens_k, "cu_seqlens_k", 1)
         most = shape_of(k, "k", 3)[0]
+        if seqused_q is not None:
+            cu_seqlens_k = without_keys(cu_seqlens_k)
+            seqused_k = None if seqused_k is None else with_zeros(seqused_k, "seqused_k")
         return attend(
             q, k, v, options, kv_cu_seq_lens=cu_seqlens_k, seq_lens=seqused_k, max_seq_len=min(bound, most), **where
         )
     if seqused_k is None:
         shape_of(cu_seqlens_k, "cu_seqlens_k", 1)
         seqused_k = differences(cu_seqlens_k, "cu_seqlens_k")
+    if seqused_q is not None:
+        seqused_k, table = with_zeros(seqused_k, "seqused_k"), repeated(table, options.names["page_table"])
     columns = shape_of(table, options.names["page_table"], 2)[1]
     most = columns * shape_of(k, "k", 4)[1]
     return attend(q, k, v, options, page_table=table, seq_lens=seqused_k, max_seq_len=min(bound, most), **where)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from ...attention.append import append_kv
 from ...attention.checks import integer
+from ...attention.decode_call import E4M3
 from ...attention.gqa import paged_decode
 from ...attention.paged_cache import HEAD_DIMS, MAX_GROUP
 from ...errors import UsageError, WorkspaceError
@@ -14,13 +15,20 @@ from ..renaming import renamed
 from ..shapes import is_torch, shape_of
 from .attention import attend
 from .options import Options
-from .tensors import column, differences, filled, lengthened, numbers, whole_cache
+from .tensors import chosen, column, differences, dtype_of, filled, lengthened, numbers, whole_cache
 
 _MOST_DECODED = 8  # query tokens of a request that the decode kernels are for
 # Keys of a request from which on they are faster without lengths, too: they divide the keys over the GPU, and that is
 # then worth more than the two small tensors cost that they need.
 _DECODED_FROM = 2048
-_APPEND_NAMES = {"key": "k", "value": "v", "seq_lens": "cache_seqlens", "cum_seq_lens": "cu_seqlens_k_new"}
+_APPEND_NAMES = {
+    "key": "k",
+    "value": "v",
+    "seq_lens": "cache_seqlens",
+    "cum_seq_lens": "cu_seqlens_k_new",
+    "k_scale": "k_descale",
+    "v_scale": "v_descale",
+}
 
 
 class Cache(NamedTuple):
@@ -53,15 +61,15 @@ def queries_of(q: Any, cu_seqlens_q: Any, max_seqlen_q: Any) -> Queries:
 
 
 def cache_of(k_cache: Any, v_cache: Any, table: Any, table_name: str, cache_batch_idx: Any) -> Cache:
-    """The cache of a call; ``cache_batch_idx`` is a page table of pages that hold whole requests.
+    """The cache of a call; ``cache_batch_idx`` chooses rows of ``table``, or is a page table of whole requests.
 
     Raises:
-        UsageError: a tensor has another rank; or ``cache_batch_idx`` is given with a table.
+        UsageError: a tensor has another rank.
     """
     tokens = shape_of(k_cache, "k_cache", 4)[1]
     if table is not None:
         if cache_batch_idx is not None:
-            raise UsageError(f"cache_batch_idx: given with {table_name}, whose rows say what each request has")
+            table = chosen(table, table_name, cache_batch_idx, "cache_batch_idx")
         return Cache(k_cache, v_cache, table, shape_of(table, table_name, 2)[1] * tokens)
     if cache_batch_idx is None:
         return Cache(k_cache, v_cache, None, tokens)
@@ -82,9 +90,11 @@ def lengths_of(cache_seqlens: Any, queries: Queries, cache: Cache) -> Any:
 
 
 def append(
-    k: Any, v: Any, sums: Any, lengths: Any, queries: Queries, cache: Cache, cache_name: Mapping[str, str]
+    k: Any, v: Any, sums: Any, lengths: Any, queries: Queries, cache: Cache, cache_name: Mapping[str, str], scales: Any
 ) -> Any:
     """Append ``k`` and ``v``, ragged by ``sums`` or ``[batch, new tokens, ...]``; the lengths with them.
+
+    16-bit keys and values are divided by ``scales`` for an e4m3 cache.
 
     Raises:
         as ``append_kv``, in the caller's names.
@@ -97,7 +107,9 @@ def append(
     after = lengthened(lengths, shape[1] if sums is None else differences(sums, "cu_seqlens_k_new"))
     table = numbers(queries.q, queries.batch) if cache.table is None else cache.table
     try:
-        append_kv(k, v, cache.k, cache.v, table, lengths, cum_seq_lens=sums, lengths_include_new=False)
+        quantised = dtype_of(k, "k") != dtype_of(cache.k, cache_name["k_cache"])
+        by = dict(zip(("k_scale", "v_scale"), scales, strict=True)) if quantised else {}
+        append_kv(k, v, cache.k, cache.v, table, lengths, cum_seq_lens=sums, lengths_include_new=False, **by)
     except (UsageError, WorkspaceError) as error:
         raise renamed(error, {**_APPEND_NAMES, **cache_name}) from error
     return after
@@ -135,6 +147,8 @@ def _is_decode(queries: Queries, cache: Cache, lengths: Any, options: Options) -
         return False
     if cache.table is None and requests != queries.batch:
         return False  # whose context attention is an error
+    if options.batch_invariant and dtype_of(cache.k, options.names["k_cache"]) == E4M3:
+        return False  # decodes over e4m3 have other bits than prompts
     one_causal = q_len == 1 or (options.causal and q_len <= _MOST_DECODED)
     return one_causal and kv_heads > 0 and heads <= MAX_GROUP * kv_heads
 
@@ -156,6 +170,8 @@ def _decode(queries: Queries, cache: Cache, lengths: Any, options: Options) -> A
             lengths,
             max_seq_len=cache.capacity,
             softmax_scale=options.softmax_scale,
+            k_scale=options.k_descale,
+            v_scale=options.v_descale,
             window_left=options.window[0],
             sinks=options.sinks,
             batch_invariant=options.batch_invariant,

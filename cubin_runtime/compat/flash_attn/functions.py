@@ -49,11 +49,12 @@ def flash_attn_func(
     if not is_compiling():  # torch cannot trace the checks; the operators' own come later
         check_options(_CHECKS["flash_attn_func"], locals())
     refuse(dropout_p=dropout_p, alibi_slopes=alibi_slopes, qv=qv, attention_chunk=attention_chunk, sm_margin=sm_margin)
-    refuse(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    refuse(q_descale=q_descale)
     name, sinks = sinks_of(s_aux, learnable_sink)
     names = {**NAMES, "k_cache": "k", "v_cache": "v", "sinks": name}
     options = Options(
-        names, softmax_scale, causal, window_size, softcap, sinks, out, return_attn_probs, bool(deterministic)
+        *(names, softmax_scale, causal, window_size, softcap, sinks, out, return_attn_probs, bool(deterministic)),
+        *(k_descale, v_descale),
     )
     cache = Cache(k, v, None, shape_of(k, "k", 4)[1])
     result, lse = attend_cache(queries_of(q, None, None), cache, None, options)
@@ -96,7 +97,8 @@ def flash_attn_varlen_func(
     """Attention of ragged requests.
 
     Args:
-        q: ``[tokens, heads, head_dim]``, bf16 or fp16; the head dimensions are those of ``context_attention``.
+        q: ``[tokens, heads, head_dim]``, bf16 or fp16; the head dimensions are those of ``context_attention``. k and v
+            have its dtype or are float8_e4m3fn.
         k, v: ``[kv_tokens, kv_heads, head_dim]``; with a block table ``[pages, page_size, kv_heads, head_dim]``, pages
             of a power of two from 16 to 1024 tokens.
         cu_seqlens_q, cu_seqlens_k: int32 ``[batch + 1]``, running sums of the query and KV lengths; a request may have
@@ -112,12 +114,15 @@ def flash_attn_varlen_func(
         num_splits, pack_gqa: accepted; they change nothing.
         return_attn_probs: return the log-sum-exp too; the third of the tuple, the probabilities, is None.
         block_table, page_table: int32 ``[batch, columns]``, one of them.
+        seqused_q: int32 ``[batch]``, the first query tokens of each request that are used; the output of the others is
+            0. It takes a few launches of its own, and torch tensors.
+        k_descale, v_descale: float32 ``[batch, kv_heads]`` on the device with any strides, factors of e4m3 keys and
+            values; also ``[kv_heads]``, one element, or numbers.
         seqused_k: int32 ``[batch]``, KV length of each request, at most what ``cu_seqlens_k`` says.
         s_aux, learnable_sink: ``[heads]``, a logit of each head in the softmax's denominator; one of them. float32, or
             16-bit, which is converted by a launch of its own.
         out: like ``q``; None: made here.
-        dropout_p, alibi_slopes, seqused_q, qv, q_descale, k_descale, v_descale, attention_chunk, sm_margin: refused
-            unless at their defaults.
+        dropout_p, alibi_slopes, qv, q_descale, attention_chunk, sm_margin: refused unless at their defaults.
 
     Returns:
         ``out``, or (``out``, softmax_lse, None); softmax_lse is float32 ``[heads, tokens]`` in base e, with the sink. A
@@ -130,19 +135,24 @@ def flash_attn_varlen_func(
     if not is_compiling():  # torch cannot trace the checks; the operators' own come later
         check_options(_CHECKS["flash_attn_varlen_func"], locals())
     refuse(dropout_p=dropout_p, alibi_slopes=alibi_slopes, qv=qv, attention_chunk=attention_chunk, sm_margin=sm_margin)
-    refuse(seqused_q=seqused_q, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    refuse(q_descale=q_descale)
     sinks_name, sinks = sinks_of(s_aux, learnable_sink)
     table_name, table = one_of("block_table", block_table, "page_table", page_table)
     names = {**NAMES, "sinks": sinks_name, "page_table": table_name, "seq_lens": "seqused_k"}
+    options = Options(
+        *(names, softmax_scale, causal, window_size, softcap, sinks, out, return_attn_probs, bool(deterministic)),
+        *(k_descale, v_descale),
+    )
     result, lse = attend_ragged(
         q,
         k,
         v,
-        Options(names, softmax_scale, causal, window_size, softcap, sinks, out, return_attn_probs, bool(deterministic)),
+        options,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
+        seqused_q=seqused_q,
         seqused_k=seqused_k,
         table=table,
     )
@@ -199,36 +209,41 @@ def flash_attn_with_kvcache(
         k_cache, v_cache: ``[batch, tokens, kv_heads, head_dim]``; with a block table ``[pages, page_size, kv_heads,
             head_dim]``.
         k, v: ``[batch, new tokens, kv_heads, head_dim]`` to write into the caches behind ``cache_seqlens``, by a launch
-            of its own; ``[new tokens, kv_heads, head_dim]`` with ``cu_seqlens_k_new``. A token that its request's pages
+            of its own; ``[new tokens, kv_heads, head_dim]`` with ``cu_seqlens_k_new``. For an e4m3 cache, 16-bit ones
+            are divided by the descales (numbers or one element) and rounded. A token that its request's pages
             have no room for is skipped.
         cache_seqlens: int32 ``[batch]``, or one number: keys in the cache, without the new ones. None: all of it.
-        cache_batch_idx: int32 ``[batch]``, the request in the cache of each request. Not with a block table.
+        cache_batch_idx: int32 ``[batch]``, the request in the cache of each request, or the row of the block table,
+            which a launch of its own then takes.
         num_splits: 1 makes a request's bits independent of other requests, as ``deterministic`` does; if head_dim is 64
             or 128, also of whether a token is in a prompt, a draft or a step of its own.
         cu_seqlens_q, max_seqlen_q: as in ``flash_attn_varlen_func``.
-        rotary_interleaved, scheduler_metadata: unused.
-        rotary_cos, rotary_sin, rotary_seqlens, cache_leftpad: refused.
+        rotary_interleaved, rotary_seqlens, scheduler_metadata: unused.
+        rotary_cos, rotary_sin, cache_leftpad: refused.
 
     Returns:
         ``out``, or (``out``, softmax_lse); softmax_lse as in ``flash_attn_func``.
     """
     if not is_compiling():  # torch cannot trace the checks; the operators' own come later
         check_options(_CHECKS["flash_attn_with_kvcache"], locals())
-    refuse(rotary_cos=rotary_cos, rotary_sin=rotary_sin, rotary_seqlens=rotary_seqlens, cache_leftpad=cache_leftpad)
+    refuse(rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_leftpad=cache_leftpad)
     refuse(alibi_slopes=alibi_slopes, qv=qv, attention_chunk=attention_chunk, sm_margin=sm_margin)
-    refuse(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    refuse(q_descale=q_descale)
     sinks_name, sinks = sinks_of(s_aux, learnable_sink)
     table_name, table = one_of("block_table", block_table, "page_table", page_table)
     cache = cache_of(k_cache, v_cache, table, table_name, cache_batch_idx)
-    table_name = table_name if cache_batch_idx is None else "cache_batch_idx"
+    table_name = table_name if cache_batch_idx is None or table is not None else "cache_batch_idx"
     caches = {"k_cache": "k_cache", "v_cache": "v_cache", "page_table": table_name}
     names = {**NAMES, **caches, "k": "k_cache", "v": "v_cache", "seq_lens": "cache_seqlens", "sinks": sinks_name}
     invariant = bool(deterministic) or num_splits == 1
-    options = Options(names, softmax_scale, causal, window_size, softcap, sinks, out, return_softmax_lse, invariant)
+    options = Options(
+        *(names, softmax_scale, causal, window_size, softcap, sinks, out, return_softmax_lse, invariant),
+        *(k_descale, v_descale),
+    )
     queries = queries_of(q, cu_seqlens_q, max_seqlen_q)
     lengths = lengths_of(cache_seqlens, queries, cache)
     if k is not None:
-        lengths = append(k, v, cu_seqlens_k_new, lengths, queries, cache, caches)
+        lengths = append(k, v, cu_seqlens_k_new, lengths, queries, cache, caches, (k_descale, v_descale))
     result, lse = attend_cache(queries, cache, lengths, options)
     return (result, lse) if return_softmax_lse else result
 

@@ -11,8 +11,8 @@ from .tensors import in_float32
 
 # Arguments that no kernel of ours honours, and what they are where a call leaves them out.
 _REFUSED: Mapping[str, Any] = {
-    **dict.fromkeys(("alibi_slopes", "qv", "q_descale", "k_descale", "v_descale", "seqused_q"), None),
-    **dict.fromkeys(("rotary_cos", "rotary_sin", "rotary_seqlens", "cache_leftpad"), None),
+    **dict.fromkeys(("alibi_slopes", "qv", "q_descale"), None),
+    **dict.fromkeys(("rotary_cos", "rotary_sin", "cache_leftpad"), None),
     "dropout_p": 0.0,
     "attention_chunk": 0,
     "sm_margin": 0,
@@ -23,7 +23,8 @@ class Options(NamedTuple):
     """The options that all functions have.
 
     ``names`` maps our operators' arguments to the caller's in errors; ``batch_invariant`` asks for bits that do not
-    depend on how a token is computed: in a prompt, as a draft or in a step of its own.
+    depend on how a token is computed: in a prompt, as a draft or in a step of its own. ``k_descale`` and ``v_descale``
+    are the scales of e4m3 keys and values.
     """
 
     names: Mapping[str, str]
@@ -35,6 +36,8 @@ class Options(NamedTuple):
     out: Any
     returns_lse: bool
     batch_invariant: bool
+    k_descale: Any = None
+    v_descale: Any = None
 
     @property
     def window(self) -> tuple[int, int]:
@@ -63,6 +66,8 @@ NAMES = {
     "logit_soft_cap": "softcap",
     "window_left": "window_size (left)",
     "window_right": "window_size (right)",
+    "k_scale": "k_descale",
+    "v_scale": "v_descale",
 }
 
 

@@ -45,6 +45,63 @@ def differences(sums: Any, name: str) -> Any:
     return sums[1:] - sums[:-1]
 
 
+def divided(sums: Any, used: Any) -> Any:
+    """Running sums of twice as many requests: the tokens of each that are used, and the others. Made on the device."""
+    _check_torch(sums, "cu_seqlens_q", "running sums for seqused_q would be made")
+    _check_torch(used, "seqused_q", "running sums would be made")
+    check_like(used, "seqused_q", sums.shape[0] - 1)
+    import torch
+
+    return torch.cat((torch.stack((sums[:-1], sums[:-1] + used), 1).flatten(), sums[-1:]))
+
+
+def without_keys(sums: Any) -> Any:
+    """Running sums of KV lengths with a request of no keys behind each; made on the device."""
+    _check_torch(sums, "cu_seqlens_k", "running sums for seqused_q would be made")
+    return sums.repeat_interleave(2)[1:]
+
+
+def with_zeros(lengths: Any, name: str) -> Any:
+    """The lengths with a 0 behind each; made on the device."""
+    _check_torch(lengths, name, "lengths for seqused_q would be made")
+    import torch
+
+    return torch.stack((lengths, torch.zeros_like(lengths)), 1).flatten()
+
+
+def repeated(rows: Any, name: str) -> Any:
+    """Each row of a tensor twice; made on the device."""
+    _check_torch(rows, name, "rows for seqused_q would be made")
+    return rows.repeat_interleave(2, 0)
+
+
+def for_each_part(scale: Any, batch: int) -> Any:
+    """A scale of ``batch`` requests for twice as many; any other as it is."""
+    return repeated(scale, "k_descale") if is_torch(scale) and scale.dim() == 2 and scale.shape[0] == batch else scale
+
+
+def chosen(table: Any, table_name: str, rows: Any, rows_name: str) -> Any:
+    """The rows of a page table with these numbers; made on the device."""
+    _check_torch(table, table_name, f"its rows by {rows_name} would be taken")
+    _check_torch(rows, rows_name, f"rows of {table_name} would be taken")
+    check_like(rows, rows_name, None)
+    return table[rows]
+
+
+def check_like(tensor: Any, name: str, length: int | None) -> None:
+    """Raise ``UsageError`` unless it is an int32 vector, of ``length`` elements if that is not None."""
+    (count,) = shape_of(tensor, name, 1)
+    if view_of(tensor, name).dtype != "int32":
+        raise UsageError(f"{name}: dtype {view_of(tensor, name).dtype}, expected int32")
+    if length is not None and count != length:
+        raise UsageError(f"{name}: shape ({count},), expected ({length},)")
+
+
+def dtype_of(tensor: Any, name: str) -> str:
+    """The name of a tensor's dtype; torch can trace it."""
+    return str(tensor.dtype).removeprefix("torch.") if is_torch(tensor) else view_of(tensor, name).dtype
+
+
 def lengthened(lengths: Any, more: Any) -> Any:
     """``lengths`` and ``more``, which is a number or a tensor, made on the device."""
     _check_torch(lengths, "cache_seqlens", "lengths with the new tokens would be made")
