@@ -51,7 +51,8 @@ class LayerOptions(NamedTuple):
     """Options of a layer; ``window_left`` counts the keys before a token's own, -1: all. ``sinks`` are float32.
 
     With ``batch_invariant`` the bits of a token do not depend on the other requests, on how its prompt is cut into
-    chunks, and on whether it is decoded or belongs to a prompt. ``scratch``: None: each plan has its own.
+    chunks, and on whether it is decoded or belongs to a prompt. ``scratch``: None: each plan has its own. ``k_scale``
+    and ``v_scale`` are factors of e4m3 keys and values, as ``context_attention`` takes them; None: 1.
     """
 
     softmax_scale: float
@@ -60,6 +61,8 @@ class LayerOptions(NamedTuple):
     sinks: Any
     batch_invariant: bool
     scratch: SharedScratch | None = None
+    k_scale: Any = None
+    v_scale: Any = None
 
 
 def attend(
@@ -82,6 +85,8 @@ def attend(
         shared = {
             "max_seq_len": part.max_seq_len,
             "softmax_scale": options.softmax_scale,
+            "k_scale": options.k_scale,
+            "v_scale": options.v_scale,
             "window_left": options.window_left,
             "sinks": options.sinks,
             "kv_layout": kv_layout,
@@ -91,7 +96,7 @@ def attend(
         }
         queries, result = q[rows], out[rows]
         kv_heads = k_cache.shape[1 if kv_layout == "HND" else 2]
-        direct = part is batch.decodes and decodes_directly(q.shape[1], kv_heads, q.shape[2], options)
+        direct = part is batch.decodes and decodes_directly(q.shape[1], kv_heads, q.shape[2], k_cache.dtype, options)
         # As many tokens of each request need no running sums, and the decode of one token no dimension for it.
         if part.sums is None and not (direct and part.max_q_len == 1):
             queries, result = (states.unflatten(0, (-1, part.max_q_len)) for states in (queries, result))
@@ -123,8 +128,9 @@ def check_layer(head_size: int, value_size: int, heads: int, kv_heads: int) -> N
         raise UsageError(f"num_heads={heads}, num_kv_heads={kv_heads}: expected 1 to 64 query heads per KV head")
 
 
-def decodes_directly(heads: int, kv_heads: int, head_size: int, options: LayerOptions) -> bool:
+def decodes_directly(heads: int, kv_heads: int, head_size: int, cache_dtype: Any, options: LayerOptions) -> bool:
     """Whether requests that decode run on ``paged_decode``, not on ``context_attention``."""
     # Elsewhere a decode's bits are not those of a prompt, so that only one of the operators may be used.
-    alike = not options.batch_invariant or head_size in SEGMENT_HEAD_DIMS
+    has_segments = head_size in SEGMENT_HEAD_DIMS and cache_dtype.itemsize > 1
+    alike = not options.batch_invariant or has_segments
     return alike and options.soft_cap == 0 and heads <= MAX_GROUP * kv_heads

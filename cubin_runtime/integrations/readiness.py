@@ -18,7 +18,14 @@ _SIZES = 4  # a fast path for any size is written at the second size that is new
 
 
 def reserve(
-    q: Any, kv_heads: int, page_size: int, kv_layout: str, options: LayerOptions, limits: Limits, log: logging.Logger
+    q: Any,
+    kv_heads: int,
+    page_size: int,
+    kv_layout: str,
+    options: LayerOptions,
+    limits: Limits,
+    log: logging.Logger,
+    cache_dtype: torch.dtype | None = None,
 ) -> LayerOptions:
     """Load all kernels that a layer's steps may use, and reserve their scratch; the options with it.
 
@@ -26,12 +33,13 @@ def reserve(
         q: ``[tokens, heads, head_dim]`` like the layer's queries, of at least one token; its values are not used.
         limits: the most that a step has.
         log: gets a line that names the kernels of each kind of layer.
+        cache_dtype: of keys and values; None: that of the queries.
     """
-    scratch = shared_scratch(q.device.index or 0)
-    kind = (*_form(q, options), kv_heads, page_size, kv_layout, limits)
+    scratch, cache_dtype = shared_scratch(q.device.index or 0), cache_dtype or q.dtype
+    kind = (*_form(q, options), kv_heads, page_size, kv_layout, limits, cache_dtype)
     if kind in scratch.ready:
         return options._replace(scratch=scratch)
-    plans = list(_plans(q, kv_heads, page_size, kv_layout, options, limits))
+    plans = list(_plans(q, kv_heads, page_size, kv_layout, options, limits, cache_dtype))
     scratch.cover(plans, limits)
     scratch.ready.add(kind)
     kinds = (f"head_dim {q.shape[2]}, {q.shape[1]} heads on {kv_heads}", f"window {options.window_left + 1}")
@@ -49,7 +57,7 @@ def warm_up(
     ``q`` has the strides of the queries to come, which are often a part of the rows that a projection wrote.
     """
     scratch = shared_scratch(q.device.index or 0)
-    done = (*_form(q, options), q.stride(), k_cache.shape, k_cache.stride())
+    done = (*_form(q, options), q.stride(), k_cache.shape, k_cache.stride(), k_cache.dtype)
     if done in scratch.ready:
         return
     scratch.ready.add(done)
@@ -95,16 +103,32 @@ def _counts(most: int) -> list[int]:
 
 def _form(q: Any, options: LayerOptions) -> tuple[Hashable, ...]:
     """What layers of one kind have in common."""
-    return (q.shape[1:], q.dtype, *options._replace(sinks=options.sinks is not None, scratch=None))
+    scales = {"k_scale": _scale_form(options.k_scale), "v_scale": _scale_form(options.v_scale)}
+    return (
+        q.shape[1:],
+        q.dtype,
+        *(options._asdict() | {"sinks": options.sinks is not None, "scratch": None} | scales).values(),
+    )
+
+
+def _scale_form(scale: Any) -> Hashable:
+    """What plans depend on: of a tensor, how its elements lie."""
+    return scale if scale is None or isinstance(scale, float) else (scale.shape, scale.stride())
 
 
 def _plans(
-    q: Any, kv_heads: int, page_size: int, kv_layout: str, options: LayerOptions, limits: Limits
+    q: Any,
+    kv_heads: int,
+    page_size: int,
+    kv_layout: str,
+    options: LayerOptions,
+    limits: Limits,
+    cache_dtype: torch.dtype,
 ) -> Iterator[OperatorPlan]:
     """Plans like those of all steps, on a cache of one page."""
     heads, size = q.shape[1:]
     shape = (1, kv_heads, page_size, 2 * size) if kv_layout == "HND" else (1, page_size, kv_heads, 2 * size)
-    k_cache, v_cache = q.new_zeros(shape).split(size, dim=-1)
+    k_cache, v_cache = q.new_zeros(shape).to(cache_dtype).split(size, dim=-1)
     most = max(limits.requests, limits.tokens)
     queries = q.new_empty(most, heads, size)
     columns = -(-limits.keys // page_size)
@@ -113,12 +137,14 @@ def _plans(
     shared = {
         "max_seq_len": limits.keys,
         "softmax_scale": options.softmax_scale,
+        "k_scale": options.k_scale,
+        "v_scale": options.v_scale,
         "window_left": options.window_left,
         "sinks": options.sinks,
         "kv_layout": kv_layout,
         "batch_invariant": options.batch_invariant,
     }
-    if decodes_directly(heads, kv_heads, size, options):
+    if decodes_directly(heads, kv_heads, size, cache_dtype, options):
         for tokens in sorted({1, limits.decode_tokens}):
             for requests in _counts(min(limits.requests, limits.tokens // tokens)):
                 given = (k_cache, v_cache, table[:requests], lengths[:requests])

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-from cubin_runtime.kernels.native.decode.params import PAGED_DECODE_TMA
+from cubin_runtime.kernels.native.decode.params import PAGED_DECODE_TMA, PAGED_DECODE_TMA_E4M3
 from cubin_runtime.kernels.native.mla.params import PAGED_MLA_DECODE
-from cubin_runtime.kernels.native.prefill.params import CONTEXT_ATTENTION
+from cubin_runtime.kernels.native.prefill.params import CONTEXT_ATTENTION, CONTEXT_ATTENTION_E4M3
 from cubin_runtime.testing import StandIn
 
 
@@ -16,7 +16,8 @@ def launches(standin: StandIn) -> list[tuple[str, dict[str, Any]]]:
     found = []
     for launch in [each for each in standin.calls("cuLaunchKernelEx") if "mla" not in each.seen["symbol"]]:
         decode = "paged_decode" in launch.seen["symbol"]
-        layout = PAGED_DECODE_TMA if decode else CONTEXT_ATTENTION
+        by_cache = (PAGED_DECODE_TMA, PAGED_DECODE_TMA_E4M3) if decode else (CONTEXT_ATTENTION, CONTEXT_ATTENTION_E4M3)
+        layout = by_cache["e4m3" in launch.seen["symbol"]]
         found.append(("decode" if decode else "context", layout.unpack(bytes.fromhex(launch.seen["parameter0"]))))
     return found
 

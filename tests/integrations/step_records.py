@@ -28,8 +28,13 @@ def written(q: Any, k: Any, v: Any, kv_layout: str, batch: PagedBatch, options: 
         "k": _form(k),
         "v": _form(v),
         "parts": [None if part is None else _part(part) for part in (batch.decodes, batch.prefills)],
-        "options": {**dict(list(options._asdict().items())[:-1]), "sinks": options.sinks is not None},
+        "options": {**_recorded(options), "sinks": options.sinks is not None},
     }
+
+
+def _recorded(options: LayerOptions) -> dict[str, Any]:
+    """Options without what no recorded step has."""
+    return {name: value for name, value in options._asdict().items() if name not in ("scratch", "k_scale", "v_scale")}
 
 
 def _form(half: Any) -> list[Any]:

@@ -158,6 +158,18 @@ def test_parts_without_rows_launch_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     assert called.calls == []
 
 
+@pytest.mark.parametrize("invariant", [False, True])
+def test_e4m3_caches(monkeypatch: pytest.MonkeyPatch, invariant: bool) -> None:
+    called, q = Called(monkeypatch), torch.zeros(3, 8, 128)
+    cache = torch.zeros(8, 2, 16, 128).to(torch.float8_e4m3fn)
+    scales = {"k_scale": torch.ones(2), "v_scale": torch.ones(())}
+    options = OPTIONS._replace(batch_invariant=invariant, **scales)
+    paged_batch.attend(q, cache, cache, "HND", paged_batch.PagedBatch(part(3), None), options, torch.empty_like(q))
+    ((name, _, given),) = called.calls
+    assert name == ("context_attention" if invariant else "paged_decode")  # whose bits differ over e4m3
+    assert (given["k_scale"] is scales["k_scale"], given["v_scale"] is scales["v_scale"]) == (True, True)
+
+
 @pytest.mark.parametrize("soft_cap", [0.0, 20.0])
 def test_every_argument_arrives(soft_cap: float, monkeypatch: pytest.MonkeyPatch) -> None:
     called, q = Called(monkeypatch), torch.arange(9.0).expand(8, 128, 9).permute(2, 0, 1)

@@ -39,7 +39,7 @@ def test_a_few_numbers_of_requests_need_as_much_as_all(
     options = LayerOptions(0.125, -1, 0.0, None, batch_invariant)
     limits = Limits(MOST, 4096, 8192, tokens)
     q = torch.zeros(4096, heads, 128, dtype=torch.bfloat16)
-    few = list(readiness._plans(q, kv_heads, 16, "HND", options, limits))
+    few = list(readiness._plans(q, kv_heads, 16, "HND", options, limits, q.dtype))
     cache = torch.zeros(1, kv_heads, 16, 256, dtype=torch.bfloat16).split(128, dim=-1)
     every = []
     for requests in range(1, MOST + 1):

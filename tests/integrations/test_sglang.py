@@ -188,6 +188,28 @@ def test_steps_are_as_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     compare("sglang 0.5.23", dict(zip(["decodes", "prompts", "window and sinks"], seen, strict=True)))
 
 
+@pytest.mark.parametrize("scaled", [False, True])
+def test_e4m3_caches(standin: StandIn, scaled: bool) -> None:
+    made, layer = backend(token_to_kv_pool=pool_of(dtype=torch.float8_e4m3fn)), layer_of()
+    if scaled:
+        layer.k_scale, layer.v_scale = torch.tensor(2.0), torch.tensor(4.0)
+    for step in (batch(ForwardMode.DECODE, [1], [40]), batch(ForwardMode.EXTEND, [1], [20], [20])):
+        made.init_forward_metadata(step)
+        q, _ = forward(made, step, layer, save=True)
+    assert q.dtype == BF16
+    sent = launches(standin)
+    assert [name for name, _ in sent] == ["decode", "context"]
+    for _, fields in sent:
+        scales = (layer.k_scale.data_ptr(), layer.v_scale.data_ptr()) if scaled else (0, 0)
+        assert (fields["k_scale"], fields["v_scale"]) == scales
+    k_cache, v_cache = (half.float() for half in made._pool.get_kv_buffer(layer.layer_id))
+    expected = (0.5, 0.25) if scaled else (1.0, 1.0)
+    assert (k_cache[step.out_cache_loc].unique().tolist(), v_cache[step.out_cache_loc].unique().tolist()) == (
+        [expected[0]],
+        [expected[1]],
+    )
+
+
 def test_an_idle_step_launches_nothing(standin: StandIn) -> None:
     made, step = backend(), batch(ForwardMode.IDLE, [], [])
     made.init_forward_metadata(step)
@@ -209,7 +231,7 @@ def test_modes_that_are_refused(mode: ForwardMode) -> None:
         ({"page_size": 1}, "page_size=1"),
         ({"dtype": torch.float16}, "kv_cache_dtype: torch.bfloat16"),
         ({"token_to_kv_pool": SimpleNamespace()}, "token_to_kv_pool: a SimpleNamespace"),
-        ({"token_to_kv_pool": pool_of(dtype=torch.float8_e4m3fn)}, "kv_cache_dtype: torch.float8_e4m3fn"),
+        ({"token_to_kv_pool": pool_of(dtype=torch.float8_e5m2)}, "kv_cache_dtype: torch.float8_e5m2"),
     ],
 )
 def test_runners_that_are_refused(changed: dict[str, Any], named: str) -> None:

@@ -71,7 +71,7 @@ def test_what_is_supported(backend: Any) -> None:
     [
         {"head_size": 96},
         {"dtype": torch.float32},
-        {"kv_cache_dtype": "fp8"},
+        {"kv_cache_dtype": "fp8_e5m2"},
         {"block_size": 8},
         {"use_mla": True},
         {"use_sparse": True},
@@ -94,6 +94,26 @@ def test_what_is_not_supported(backend: Any, changed: dict[str, Any]) -> None:
     if not changed.keys() <= inspect.signature(backend.validate_configuration).parameters.keys():
         pytest.skip("this vLLM does not ask")
     assert len(supported(backend, **changed)) == 1
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "fp8_e4m3"])
+@pytest.mark.parametrize("invariant", [False, True])
+def test_e4m3_caches(
+    backend: Any, standin: StandIn, monkeypatch: pytest.MonkeyPatch, dtype: str, invariant: bool
+) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", str(int(invariant)))
+    assert supported(backend, kv_cache_dtype=dtype) == []
+    metadata, made = step([1, 20], [40, 20]), layer(backend, kv_cache_dtype=dtype)
+    assert made.supports_quant_query_input is False
+    query, kv_cache = torch.zeros(21, HEADS, DIM, dtype=BF16), cache().to(torch.uint8)
+    of_layer, out = SimpleNamespace(_k_scale=torch.ones(()), _v_scale=torch.ones(())), torch.empty_like(query)
+    made.forward(of_layer, query, None, None, kv_cache, builder(backend).build(0, metadata), out)
+    sent = launches(standin)
+    # Decodes over e4m3 have other bits than prompts.
+    assert [name for name, _ in sent] == ["context" if invariant else "decode", "context"]
+    for _, fields in sent:
+        assert (fields["k_scale"], fields["v_scale"]) == (of_layer._k_scale.data_ptr(), of_layer._v_scale.data_ptr())
+    assert (sent[0][1]["q"] if not invariant else query.data_ptr()) == query.data_ptr()
 
 
 def test_decodes(backend: Any, standin: StandIn) -> None:
@@ -275,7 +295,10 @@ def test_new_keys_and_values_are_written_by_vllm(backend: Any, monkeypatch: pyte
     [
         ({"alibi_slopes": [1.0]}, "alibi_slopes"),
         ({"attn_type": AttentionType.ENCODER}, "attn_type"),
-        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
+        (
+            {"kv_cache_dtype": "fp8_e5m2"},
+            "kv_cache_dtype='fp8_e5m2': expected one of auto, float16, bfloat16, fp8, fp8_e",
+        ),
         ({"head_size": 96}, "head_size=96"),
         ({"num_heads": 130}, "num_heads=130"),
     ],

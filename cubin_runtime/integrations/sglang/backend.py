@@ -20,7 +20,7 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class CubinRuntimeAttnBackend(PagedAttnBackend):
-    """Decoder attention with GQA in bf16 and fp16 on SM90, over pages of 16 to 1024 tokens."""
+    """Decoder attention with GQA in bf16 and fp16 on SM90, over pages of 16 to 1024 tokens of that type or of e4m3."""
 
     def __init__(self, model_runner: Any) -> None:
         pool = model_runner.token_to_kv_pool
@@ -30,10 +30,13 @@ class CubinRuntimeAttnBackend(PagedAttnBackend):
                 f"token_to_kv_pool: a {type(pool).__name__} with layout {layout!r}, expected a MHATokenToKVPool with "
                 "'nhd' (models with windows: --disable-hybrid-swa-memory)"
             )
-        if pool.dtype not in (torch.bfloat16, torch.float16) or pool.dtype != model_runner.dtype:
-            raise UsageError(f"kv_cache_dtype: {pool.dtype}, expected the model's, bfloat16 or float16")
+        own = model_runner.dtype
+        if own not in (torch.bfloat16, torch.float16) or pool.dtype not in (own, torch.float8_e4m3fn):
+            raise UsageError(
+                f"kv_cache_dtype: {pool.dtype}, expected the model's, bfloat16 or float16, or float8_e4m3fn"
+            )
         super().__init__(model_runner, BLOCK_SIZES)
-        self._pool = pool
+        self._pool, self._dtype = pool, own
         self._scratch: SharedScratch | None = None
         self._get_ready(getattr(model_runner, "model", None))
 
@@ -48,9 +51,9 @@ class CubinRuntimeAttnBackend(PagedAttnBackend):
             size, heads, kv_heads = layer.qk_head_dim, layer.tp_q_head_num, layer.tp_k_head_num
             check_layer(size, layer.v_head_dim, heads, kv_heads)
             # Queries are a part of the rows that a projection wrote, or, where they were normalized, apart.
-            rows = torch.zeros(1, heads + 2 * kv_heads, size, dtype=self._pool.dtype, device=self._first_slots.device)
+            rows = torch.zeros(1, heads + 2 * kv_heads, size, dtype=self._dtype, device=self._first_slots.device)
             part = rows[:, :heads]
-            reserve(part, kv_heads, self._page, "NHD", options, self._limits, _LOGGER)
+            reserve(part, kv_heads, self._page, "NHD", options, self._limits, _LOGGER, self._pool.dtype)
             self._scratch = shared_scratch(rows.device.index or 0)
             columns = self._first_slots.shape[1]
             for q in (part, torch.zeros_like(part, memory_format=torch.contiguous_format)):
@@ -59,7 +62,12 @@ class CubinRuntimeAttnBackend(PagedAttnBackend):
     def _options(self, layer: Any, sinks: Any) -> LayerOptions:
         soft_cap = float(layer.logit_cap or 0.0)
         window = layer.sliding_window_size
-        return LayerOptions(layer.scaling, window, soft_cap, sinks, self._batch_invariant, self._scratch)
+        own = (layer.scaling, window, soft_cap, sinks, self._batch_invariant, self._scratch)
+        return LayerOptions(*own, *self._scales(layer))
+
+    def _scales(self, layer: Any) -> tuple[Any, Any]:
+        """What keys and values are divided by as they are written, and multiplied by as they are read; None: 1."""
+        return (layer.k_scale, layer.v_scale) if self._pool.dtype == torch.float8_e4m3fn else (None, None)
 
     def _caches(self, layer: Any) -> tuple[Any, Any]:
         """K and V of a layer, ``[pages, page_size, kv_heads, head_dim]``."""
@@ -89,7 +97,7 @@ class CubinRuntimeAttnBackend(PagedAttnBackend):
         heads, size = layer.tp_q_head_num, layer.qk_head_dim
         check_layer(size, layer.v_head_dim, heads, layer.tp_k_head_num)
         if save_kv_cache and k is not None:
-            self._pool.set_kv_buffer(layer, write_location(forward_batch), k, v)
+            self._pool.set_kv_buffer(layer, write_location(forward_batch), k, v, *self._scales(layer))
         if sinks is not None:
             sinks = sinks.to(torch.float32)
         queries = q.view(-1, heads, size)

@@ -25,6 +25,7 @@ from ..readiness import reserve, warm_up
 from ..scratch import Limits
 from .versions import backend_name, cache_interface, decode_tokens
 
+_E4M3_CACHES = ("fp8", "fp8_e4m3")
 LOGGER = logging.getLogger("vllm.cubin_runtime")  # below vLLM's own, whose level and handlers it has
 
 
@@ -79,10 +80,10 @@ class HopperBackend:
 
 
 class CubinRuntimeBackend(HopperBackend, cache_interface(), AttentionBackend):  # type: ignore[misc]
-    """Decoder attention with GQA in bf16 and fp16 on SM90."""
+    """Decoder attention with GQA in bf16 and fp16 on SM90, over caches of the same or of e4m3."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
-    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16", *_E4M3_CACHES]
     forward_includes_kv_cache_update = False
 
     @staticmethod
@@ -210,6 +211,7 @@ class CubinRuntimeImpl(AttentionImpl[PagedBatch]):  # type: ignore[misc]
     """A layer. Its keys and values are written by vLLM's own kernel, by slots."""
 
     supports_dcp = False
+    supports_quant_query_input = False  # queries stay in 16 bits over an e4m3 cache, too
 
     def __init__(
         self,
@@ -232,7 +234,8 @@ class CubinRuntimeImpl(AttentionImpl[PagedBatch]):  # type: ignore[misc]
         if attn_type != AttentionType.DECODER:
             raise UsageError(f"attn_type={attn_type}: expected {AttentionType.DECODER}")
         if kv_cache_dtype not in CubinRuntimeBackend.supported_kv_cache_dtypes:
-            raise UsageError(f"kv_cache_dtype={kv_cache_dtype!r}: expected auto, float16 or bfloat16")
+            expected = ", ".join(CubinRuntimeBackend.supported_kv_cache_dtypes)
+            raise UsageError(f"kv_cache_dtype={kv_cache_dtype!r}: expected one of {expected}")
         self.num_heads, self.head_size, self.scale, self.num_kv_heads = num_heads, head_size, float(scale), kv_heads
         self.kv_cache_dtype = kv_cache_dtype
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
@@ -270,6 +273,7 @@ class CubinRuntimeImpl(AttentionImpl[PagedBatch]):  # type: ignore[misc]
 
         Args:
             query: ``[tokens, num_heads, head_size]``; ``output`` alike, into which is written.
+            layer: with an e4m3 cache its ``_k_scale`` and ``_v_scale`` are read when kernels run.
             kv_cache: ``[blocks, num_kv_heads, block_size, 2 * head_size]``, the keys before the values.
             attn_metadata: None while vLLM measures memory.
 
@@ -278,6 +282,10 @@ class CubinRuntimeImpl(AttentionImpl[PagedBatch]):  # type: ignore[misc]
         """
         if output_scale is not None or output_block_scale is not None:
             raise UsageError("output_scale, output_block_scale: no kernel here quantizes; expected None")
+        if self.kv_cache_dtype in _E4M3_CACHES:
+            kv_cache = kv_cache.view(torch.float8_e4m3fn)  # vLLM's is of bytes
+            if self._options.k_scale is not layer._k_scale or self._options.v_scale is not layer._v_scale:
+                self._options = self._options._replace(k_scale=layer._k_scale, v_scale=layer._v_scale)
         if attn_metadata is None:
             self._make_ready(query, kv_cache)
             return output.fill_(0)
@@ -291,7 +299,8 @@ class CubinRuntimeImpl(AttentionImpl[PagedBatch]):  # type: ignore[misc]
             return
         if kv_cache is None or not kv_cache.numel():
             given = (query, self.num_kv_heads, self._page_size, "HND", self._options, self._limits)
-            self._options = reserve(*given, LOGGER)
+            cache_dtype = torch.float8_e4m3fn if self.kv_cache_dtype in _E4M3_CACHES else None
+            self._options = reserve(*given, LOGGER, cache_dtype)
         else:
             columns = -(-self._limits.keys // kv_cache.shape[2])
             k_cache, v_cache = kv_cache.split(self.head_size, dim=-1)
