@@ -9,7 +9,8 @@ Run by ``engine_run.sh`` on a machine with a Hopper GPU, with what ``tools/pack_
 * ``host``: host time of a step's attention.
 * ``drafts``: jobs with drafters, and judged tokens.
 * ``refusals``: what is refused at start, with its reason.
-* ``states``: sleep and wake, reloaded weights, dropped requests, preemption, chunk sizes, batch invariance.
+* ``states``: sleep and wake, reloaded weights, dropped requests, preemption, chunk sizes.
+* ``invariance``: bits of requests alone and in crowds, and where they part.
 * ``server``: time to the first token of streaming clients, first and later bursts after a start.
 * ``ranks``: tensor parallelism over two GPUs: judged tokens, and a start of both ranks on an empty store.
 * ``dealt``: decode context parallelism over two GPUs: judged tokens.
@@ -145,7 +146,7 @@ def refusals(run: Run) -> None:
 
 
 def states(run: Run) -> None:
-    """Sleep, reload and dropped requests, preemption in a small cache, chunks of prompts, batch invariance."""
+    """Sleep, reload and dropped requests, preemption in a small cache, chunks of prompts."""
     model = (run.names or ("llama",))[0]
     for name in run.names or (model, "gptoss"):
         with ExitStack() as stack:
@@ -165,6 +166,11 @@ def states(run: Run) -> None:
         chunks = {f"{OURS} {chunk}": {"max_num_batched_tokens": chunk} for chunk in (512, 2048)}
         engines = run.start(stack, model, chunks)
         run.row(model=model, state="chunks of prompts", **run.judged(engines, model, f"{model}.chunks"))
+
+
+def invariance(run: Run) -> None:
+    """Requests alone and in crowds, with batch invariance, and what our layers got and gave."""
+    model = (run.names or ("llama",))[0]
     with ExitStack() as stack:
         invariant = {"VLLM_BATCH_INVARIANT": "1"}
         engines = run.pair(stack, model, in_process=True, environment=invariant, enforce_eager=True)
@@ -214,7 +220,7 @@ def _first_start(run: Run, model: str, **options: Any) -> dict[str, Any]:
 
 def dealt(run: Run) -> None:
     """Decode context parallelism over two GPUs, of models with MLA: judged tokens, beside tensor parallelism alone."""
-    divided = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}
+    divided: dict[str, Any] = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}
     for model in run.names or ("deepseek",):
         with ExitStack() as stack:
             more = {f"{OURS} undivided": {"decode_context_parallel_size": 1}, "TRITON_MLA": {}}
@@ -243,7 +249,10 @@ def rank_figures(run: Run) -> None:
             take_turns(run, engines, jobs, model=model, ranks=2)
 
 
-SECTIONS = (tokens, figures, readiness, host, drafts, refusals, states, server, ranks, dealt, rank_figures)
+SECTIONS = (
+    *(tokens, figures, readiness, host, drafts, refusals, states, invariance),
+    *(server, ranks, dealt, rank_figures),
+)
 
 
 if __name__ == "__main__":

@@ -132,6 +132,7 @@ class Run:
         self.names, self.cache_bytes, self.label = chosen.names, chosen.cache_bytes, chosen.label
         self.result: dict[str, Any] = {}
         self.path = self.out / "none"
+        self._imported = False
 
     def begin(self, section: str) -> None:
         """A new result."""
@@ -189,6 +190,9 @@ class Run:
         **options: Any,
     ) -> list[Engine]:
         """Engines that differ in some options, by labels that begin with the backend's name, started together."""
+        if not self._imported:
+            self.import_engine()
+            self._imported = True
         engines = []
         for label, own in variants.items():
             backend = label.split()[0]

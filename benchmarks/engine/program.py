@@ -24,9 +24,6 @@ def main(kind: type[Run], sections: tuple[Callable[[Run], None], ...]) -> None:
     chosen = parser.parse_args()
     chosen.out.mkdir(parents=True, exist_ok=True)
     run = kind(chosen)
-    begin = time.perf_counter()
-    run.import_engine()
-    print("import", round(time.perf_counter() - begin, 1), "s", flush=True)
     for section in chosen.sections:
         begin = time.perf_counter()
         run.begin(section)

@@ -225,6 +225,7 @@ SECTIONS: Mapping[str, Callable[[str, Sequence[Row]], str]] = {
     "host": _host,
     "readiness": _readiness,
     "states": _states,
+    "invariance": _states,
     "refusals": _refusals,
 }
 RANKS: Mapping[str, Callable[[str, Sequence[Row]], str]] = {
@@ -243,7 +244,8 @@ TITLES = {
     "server": "HTTP server",
     "host": "host time of a step",
     "readiness": "after the first 20 requests",
-    "states": "invariance, memory, sleep",
+    "states": "memory, sleep, dropped requests",
+    "invariance": "batch invariance",
     "refusals": "refused at start",
 }
 WORDS = {
@@ -264,5 +266,6 @@ WORDS = {
     "host": "Eager steps of decodes, 32 layers: median of the rounds.",
     "readiness": "What each next 500 requests of 1 to 900 tokens caused.",
     "states": "Random weights.",
+    "invariance": "Random weights, without graphs.",
     "refusals": "Our backend was named, and the engine ended with this reason.",
 }
