@@ -9,6 +9,9 @@ FORCE ?=
 INTO ?=
 KERNELS ?=
 SEED ?=
+PROJECT_URL ?=
+TAG ?=
+export PROJECT_URL TAG
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -91,14 +94,17 @@ artifacts: .venv/.ready ## Build our kernels and write their pin; CHECK=1 change
 	@$(VENV) -m kernels_src.build --out $(BUILD) $(if $(filter-out 0,$(FORCE)),--force)
 	@$(VENV) -m kernels_src.pinning $(if $(filter-out 0,$(CHECK)),--check)
 
-dist: .venv/.ready ## Wheel and sdist of the package, the kernels that the pin names, and the accelerator
+dist: .venv/.ready ## Wheels and sdist, the same bytes twice; SBOM and provenance of the kernels; PROJECT_URL=URL
 	@$(VENV) -m kernels_src.build --out $(BUILD) $(if $(filter-out 0,$(FORCE)),--force)
 	@$(VENV) -m kernels_src.pinning --check
-	@rm -rf dist
-	@$(VENV) -m build --outdir dist . > /dev/null
-	@$(VENV) -m kernels_src.packaging --out dist
-	@$(VENV) -m pip --disable-pip-version-check wheel --quiet --no-deps --wheel-dir dist ./accelerator
+	@$(VENV) tools/dist.py
 	@ls -l dist
+
+.PHONY: release
+release: .venv/.ready ## Check that this commit can be released (version, changelog, pin, same bytes twice); TAG=1 tags it
+	@$(VENV) -m kernels_src.build --out $(BUILD)
+	@$(VENV) -m kernels_src.pinning --check
+	@$(VENV) tools/dist.py --release
 
 .PHONY: soak
 soak: .venv/.ready ## 200 processes killed while they fetch, fetching beside its peer (nginx), long fuzzing (40 minutes)

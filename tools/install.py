@@ -76,6 +76,17 @@ def install_kernels(python: Path, version: str, given: Path | None) -> str | Non
     return None
 
 
+def install_accelerator(python: Path) -> None:
+    """Install the C part of launches; without a C compiler everything works, and a call takes more host time."""
+    command = [python, *PIP, "install", "-qq", "--no-deps", ROOT / "accelerator"]
+    done = subprocess.run([str(word) for word in command], cwd=ROOT, check=False, capture_output=True, text=True)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        print(f"Left out the accelerator, which needs a C compiler and Python's headers: {last}", flush=True)
+    else:
+        print("Installed the accelerator", flush=True)
+
+
 def main() -> int:
     """Install; 0 if package and kernels are there."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -86,6 +97,7 @@ def main() -> int:
     print(f"Installing the package into {python.parent.parent}", flush=True)
     shutil.rmtree(ROOT / "build" / "lib", ignore_errors=True)  # modules of an earlier build would be installed too
     run(python, *PIP, "install", "-qq", ROOT)
+    install_accelerator(python)
     asked = "from cubin_runtime._version import KERNELS_VERSION; print(KERNELS_VERSION)"
     version = subprocess.run([python, "-c", asked], capture_output=True, text=True, check=True, cwd="/").stdout.strip()
     words = install_kernels(python, version, given.kernels)
