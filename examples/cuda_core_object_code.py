@@ -1,6 +1,6 @@
 """A verified cubin as object code of cuda.core: planned and fetched here, loaded and launched by NVIDIA's library.
 
-    pip install 'cubin-runtime[kernels]' cuda-core
+    pip install 'cubin-runtime[kernels]' 'cuda-core[cu13]'
     python examples/cuda_core_object_code.py
 
 Without a GPU the launch is left out, and the plan is that of an H200.
@@ -13,8 +13,11 @@ import struct
 from math import prod
 from typing import Any
 
-from cuda.bindings import driver as cuda
-from cuda.core import Device, ObjectCode
+try:
+    from cuda.bindings import driver as cuda
+    from cuda.core import Device, ObjectCode
+except ImportError as error:
+    raise SystemExit(f"error: {error}; pip install 'cuda-core[cu13]' installs it") from None
 
 from cubin_runtime.artifacts.cubins.cubin import parse_cubin
 from cubin_runtime.artifacts.library import Library
@@ -24,7 +27,7 @@ from cubin_runtime.launch.driver import DeviceFacts
 from cubin_runtime.launch.history import LaunchRecord
 from cubin_runtime.launch.plan import LaunchPlan
 
-H200 = DeviceFacts(0, "NVIDIA H200", (9, 0), 132, 232448, 233472, 60 << 20, 13000)
+H200 = "H200"  # what is planned for where there is no GPU
 # A decode of two requests over pages of 16 tokens, 8 query heads over 1 KV head.
 SHAPES = {
     "q": ("bfloat16", (2, 8, 128)),
@@ -44,7 +47,7 @@ def object_code(library: Library, launch: LaunchPlan) -> ObjectCode:
     return ObjectCode.from_cubin(artifact.data, name=launch.path.name)
 
 
-def plan_decode(runtime: Runtime, tensors: dict[str, TensorView], device: DeviceFacts) -> PagedDecodePlan:
+def plan_decode(runtime: Runtime, tensors: dict[str, TensorView], device: DeviceFacts | str) -> PagedDecodePlan:
     """The plan of the decode for ``device``; nothing is launched."""
     return plan_paged_decode(**tensors, max_seq_len=64, runtime=runtime, device_facts=device)
 

@@ -6,8 +6,8 @@ python examples/one_artifact.py
 
 from __future__ import annotations
 
-from cubin_runtime import default_runtime, plan_paged_decode
-from cubin_runtime.artifacts.cubins.cubin import parse_cubin
+import cubin_runtime
+from cubin_runtime import plan_paged_decode
 from cubin_runtime.testing import Device, assert_attention_close, on_first_device, paged_case
 
 LENGTHS = (300, 1, 64)
@@ -15,23 +15,23 @@ LENGTHS = (300, 1, 64)
 
 def main(device: Device) -> None:
     """From a call to the artifact that it needs, and from the artifact's path to the launch."""
-    runtime = default_runtime()
+    library = cubin_runtime.default_runtime().library
     case = paged_case(seed=0, lengths=LENGTHS)
     tensors = case.on(device)
     plan = plan_paged_decode(**tensors, max_seq_len=case.max_seq_len)
     (launch,) = plan.launch_plans()
     print(f"planned   {launch.path}")
 
-    library = runtime.library
+    path = str(launch.path)
     pin = library.pins.covering(launch.path)
     print(f"pinned    {pin.name}, whose checksums.txt has sha256 {pin.manifest_sha256[:16]}...")
-    report = library.fetch(pin, [launch.path])
-    print(f"fetched   {report.fetched} of 1 file into {library.store.root}, {1 - report.fetched} was there")
-    verified = library.verify(pin, [launch.path], complete=True)
-    print(f"verified  {verified.ok} ok, {len(verified.corrupt)} corrupt, {len(verified.missing)} missing")
+    report = cubin_runtime.fetch(path, library=library)
+    print(f"fetched   {report.fetched} of 1 file into {library.store.root}, {report.present} was there")
+    verified = cubin_runtime.verify(path, complete=True, library=library)  # raises if a byte is wrong
+    print(f"verified  {verified.ok} ok, {verified.bytes} bytes, in {verified.where}")
 
-    artifact = library.load(launch.path, fetch=False)  # hashed again, into private memory
-    kernel = parse_cubin(artifact.data).kernels[launch.symbol]
+    artifact = cubin_runtime.load(path, library=library)  # hashed again, into private memory
+    kernel = artifact.cubin.kernels[launch.symbol]
     size = sum(parameter.size for parameter in kernel.parameters)
     print(f"facts     {kernel.registers} registers, at most {kernel.max_threads} threads, {size} bytes of parameters")
 

@@ -134,7 +134,12 @@ def build_accelerator(out: Path) -> None:
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet", "--no-deps"]
     with tempfile.TemporaryDirectory(prefix="accelerator-") as scratch:
         shutil.copytree(ROOT / "accelerator", Path(scratch, "accelerator"), ignore=shutil.ignore_patterns("build"))
-        environment = {**os.environ, "SOURCE_DATE_EPOCH": str(epoch()), "CFLAGS": f"-ffile-prefix-map={scratch}=."}
+        environment = {
+            **os.environ,
+            "SOURCE_DATE_EPOCH": str(epoch()),
+            "CFLAGS": "-g0",
+            "LDFLAGS": "-s -Wl,--build-id=none",
+        }
         built = [*command, "--wheel-dir", str(out), f"{scratch}/accelerator"]
         subprocess.run(built, env=environment, check=True, stdout=subprocess.DEVNULL)
 

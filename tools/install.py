@@ -96,7 +96,7 @@ def main() -> int:
     python = environment_of(given.into)
     print(f"Installing the package into {python.parent.parent}", flush=True)
     shutil.rmtree(ROOT / "build" / "lib", ignore_errors=True)  # modules of an earlier build would be installed too
-    run(python, *PIP, "install", "-qq", ROOT)
+    run(python, *PIP, "install", "-qq", f"{ROOT}[examples]")
     install_accelerator(python)
     asked = "from cubin_runtime._version import KERNELS_VERSION; print(KERNELS_VERSION)"
     version = subprocess.run([python, "-c", asked], capture_output=True, text=True, check=True, cwd="/").stdout.strip()

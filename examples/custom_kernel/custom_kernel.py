@@ -40,7 +40,10 @@ def compile_release(folder: Path, architecture: str) -> Path:
     release = folder / RELEASE
     release.mkdir(parents=True)
     command = [os.environ.get("NVCC", "nvcc"), f"-arch={architecture}", "-cubin", "-o", str(release / FILE)]
-    subprocess.run([*command, str(SOURCE)], check=True)
+    try:
+        subprocess.run([*command, str(SOURCE)], check=True)
+    except FileNotFoundError:
+        raise SystemExit(f"error: no {command[0]}: put nvcc on PATH, or set NVCC=/path/to/nvcc") from None
     digest = hashlib.sha256((release / FILE).read_bytes()).hexdigest()
     (release / "checksums.txt").write_text(f"{digest}  {FILE}\n")
     return release

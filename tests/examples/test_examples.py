@@ -15,6 +15,8 @@ from example_scripts import FOLDER, example_script
 from stub_release import build_stub_release
 
 from cubin_runtime import Config, Runtime
+from cubin_runtime.errors import DriverError
+from cubin_runtime.launch.driver import Driver
 from cubin_runtime.testing import CubinUnderTest, Device, GraphDriver, StandIn
 from kernels_src.toolchain import Toolchain, ToolchainError, find_toolchain
 
@@ -105,3 +107,62 @@ def test_an_example_is_short_and_says_how_to_run_it(file: Path) -> None:
     lines = file.read_text().splitlines()
     assert len(lines) <= 150
     assert file.name in "\n".join(lines[:12])
+
+
+def run_example(
+    tmp_path: Path, name: str, *, without: str = "", **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a script as a user does, with no CUDA driver."""
+    variables = {
+        **os.environ,
+        "PYTHONPATH": str(FOLDER.parent),
+        "CUBIN_RUNTIME_CACHE": str(tmp_path / "store"),
+        "CUBIN_RUNTIME_OFFLINE": "1",
+        **environment,
+    }
+    if without:
+        (tmp_path / "sitecustomize.py").write_text(f"import sys; sys.modules[{without!r}] = None\n")
+        variables["PYTHONPATH"] += f"{os.pathsep}{tmp_path}"
+    command = [sys.executable, str(FOLDER / f"{name}.py")]
+    return subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def without_driver() -> None:
+    try:
+        driver = Driver()
+        driver.version()
+    except DriverError:
+        return
+    pytest.skip("this machine has a CUDA driver")
+
+
+@pytest.mark.usefixtures("without_driver")
+def test_without_a_gpu_a_kernel_of_ones_own_is_compiled_checked_and_sent_to_the_stand_in(
+    tmp_path: Path, toolchain: Toolchain, cubin_standin: StandIn
+) -> None:
+    done = run_example(tmp_path, "custom_kernel/custom_kernel", NVCC=str(toolchain.nvcc))
+    assert done.returncode == 0, done.stderr
+    first, *steps = done.stdout.splitlines()
+    assert first.startswith("no GPU: launches go to a stand-in driver")
+    assert [line.split()[0] for line in steps] == ["compiled", "pinned", "fetched", "checked", "launched"]
+
+
+@pytest.mark.usefixtures("without_driver")
+def test_without_kernels_an_example_says_what_installs_them(tmp_path: Path, cubin_standin: StandIn) -> None:
+    done = run_example(tmp_path, "mla_decode")
+    assert done.returncode == 1
+    assert "'make install' in a clone" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_without_nvcc_the_example_says_where_it_is_looked_for(tmp_path: Path, cubin_standin: StandIn) -> None:
+    done = run_example(tmp_path, "custom_kernel/custom_kernel", NVCC=str(tmp_path / "none"))
+    assert "put nvcc on PATH, or set NVCC=" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_without_cuda_core_its_example_says_what_installs_it(tmp_path: Path) -> None:
+    done = run_example(tmp_path, "cuda_core_object_code", without="cuda.core")
+    assert "pip install 'cuda-core[cu13]' installs it" in done.stderr
+    assert "Traceback" not in done.stderr
