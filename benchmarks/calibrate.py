@@ -21,8 +21,10 @@ from typing import Any
 
 from calibration.rows import Row, rows
 
+EXPERIMENTS = Path(__file__).resolve().parents[1] / "build" / "experiments"
 # A round of a launch takes at least this long in total, with fewer rounds where launches are long.
 _ROUNDS, _LONG_US, _LONG_ROUNDS = 5, 60.0, 3
+_SECONDS_BETWEEN_WRITES = 5.0
 
 
 def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -34,6 +36,8 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         measured.add_argument("--only", default="", help="rows whose names contain this")
         measured.add_argument("--seconds", type=float, default=270, help="stop after so long (%(default)s)")
         measured.add_argument("--label", default="", help="appended to the file's name")
+        measured.add_argument("--experiment", default="", help="kernels of ``kernels_src.experiment`` of this name")
+        measured.add_argument("--part", default="0/1", help="i/n: every n-th row, from the i-th on (%(default)s)")
     fitted = verbs.add_parser("fit")
     fitted.add_argument("file", type=Path)
     return parser.parse_args(arguments)
@@ -80,22 +84,20 @@ def _record_of(plan: Any) -> dict[str, object]:
 def measured(asked: argparse.Namespace, tried_of: Callable[[Row, Any], list[tuple[Any, int, Any]]]) -> None:
     """Write the times of every row's launches, after each row."""
     import torch
-    from gpu_environment import built_sources, gpu_environment
+    from gpu_environment import gpu_environment
 
-    from cubin_runtime import Config
-    from cubin_runtime.attention import Runtime
-
-    begin = time.perf_counter()
+    begin = written = time.perf_counter()
     asked.out.mkdir(parents=True, exist_ok=True)
     store = Path(os.environ.get("CUBIN_RUNTIME_CACHE", asked.out / "store"))
-    runtime = Runtime(Config(store=store, sources=built_sources(), offline=True))
+    runtime = _runtime(store, asked.experiment)
     stream = torch.cuda.Stream()
     torch.manual_seed(0)
     gpu = torch.cuda.get_device_name().split()[1].lower()
     path = asked.out / f"launch_{'choice' if asked.verb == 'measure' else 'bounds'}_{gpu}{asked.label}.json"
     release = runtime.native_release().pin.manifest_sha256
     result: dict[str, Any] = {"schema": 1, "release": release, "environment": gpu_environment(), "rows": []}
-    for row in rows():
+    first, step = map(int, asked.part.split("/"))
+    for row in list(rows())[first::step]:
         if asked.only not in row.name:
             continue
         if time.perf_counter() - begin > asked.seconds:
@@ -107,13 +109,29 @@ def measured(asked: argparse.Namespace, tried_of: Callable[[Row, Any], list[tupl
             print(row.name, repr(error)[:300], flush=True)
             continue
         result["rows"].append({**row.record(), "launches": launches})
-        path.write_text(json.dumps(result))
+        if time.perf_counter() - written > _SECONDS_BETWEEN_WRITES:
+            path.write_text(json.dumps(result))
+            written = time.perf_counter()
         fastest, slowest = (f(launches, key=lambda each: each["us"]) for f in (min, max))
         worst = max(each["difference"] for each in launches)
         text = f"{row.name}: {fastest['us']} to {slowest['us']} us of {len(launches)}, difference {worst}"
         print(f"{time.perf_counter() - begin:.0f} s", text, flush=True)
     result["seconds"] = round(time.perf_counter() - begin)
     path.write_text(json.dumps(result))
+
+
+def _runtime(store: Path, experiment: str) -> Any:
+    from gpu_environment import built_sources
+
+    from cubin_runtime import Config
+    from cubin_runtime.attention import Runtime
+    from cubin_runtime.attention.runtime import NATIVE_RELEASE
+
+    if not experiment:
+        return Runtime(Config(store=store, sources=built_sources(), offline=True))
+    sources, pins = (*built_sources(), str(EXPERIMENTS)), (EXPERIMENTS / "pins.toml",)
+    config = Config(store=store, sources=sources, pin_files=pins, offline=True)
+    return Runtime(config, release=f"{NATIVE_RELEASE}-{experiment}")
 
 
 def every_launch(row: Row, runtime: Any) -> list[tuple[Any, int, Any]]:

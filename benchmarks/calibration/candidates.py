@@ -7,7 +7,15 @@ from typing import NamedTuple
 
 from cubin_runtime.artifacts.tables.native_kernels import NativeKernel
 from cubin_runtime.kernels.native.cost_model import costs_of
-from cubin_runtime.kernels.native.decode.grids import ANY_ROWS, Grid, Part, extent_of, grids_of, tiling_of
+from cubin_runtime.kernels.native.decode.grids import (
+    ANY_ROWS,
+    Grid,
+    Part,
+    estimate_of,
+    extent_of,
+    grids_of,
+    tiling_of,
+)
 from cubin_runtime.kernels.native.decode.select import DecodeSelection, select_decode
 from cubin_runtime.kernels.native.decode.shape import DecodeShape
 from cubin_runtime.kernels.native.mla.select import MlaSelection, MlaShape, select_mla_decode
@@ -19,6 +27,8 @@ from .rows import Row
 _MOST_WHOLE_TILES = 16
 # Rows of a kernel beyond those of a request, at most: a kernel that is mostly padding is never chosen.
 _MOST_PADDING = 64
+# Launches that no bound chooses are measured if they are predicted to take at most so many times as long as the best.
+_FAR_PREDICTED = 1.7
 _NEVER = -(1 << 20)
 _ALWAYS = 1 << 20
 
@@ -79,28 +89,38 @@ def mla_shape_of(row: Row, bound: int) -> MlaShape:
 
 
 def launches(kernels: Sequence[NativeKernel], row: Row, device: DeviceFacts) -> list[Launch]:
-    """Every launch that a bound of the row could choose, each once."""
+    """Every launch that a bound of the row chooses, and those that could be chosen with other constants, each once."""
     every = _decode_launches if row.kv_heads else _mla_launches
     return list(dict.fromkeys(every(kernels, row, device)))
 
 
 def _decode_launches(kernels: Sequence[NativeKernel], row: Row, device: DeviceFacts) -> Iterator[Launch]:
-    costs, part = costs_of(device.name), Part(0, ANY_ROWS, None)
+    costs, part, exact = costs_of(device.name), Part(0, ANY_ROWS, None), shape_of(row, row.longest)
+    found: dict[Launch, float] = {}
+    chosen_names = set()
     for bound in row.bounds:
         shape = shape_of(row, bound)
         (chosen,) = select_decode(kernels, shape, device)
+        chosen_names.add((chosen.kernel.name, chosen.ctas, chosen.cluster_size))
         for kernel in [candidate.kernel for candidate in chosen.candidates if candidate.fit]:
             tiling = tiling_of(kernel, shape, part, device, costs)
             if tiling.rows * tiling.row_tiles - shape.rows >= _MOST_PADDING:
                 continue
-            for grid in grids_of(tiling, extent_of(tiling, shape, part), shape, device, costs):
-                for slack in _slacks(grid, -(-row.longest // tiling.tile_tokens), row.batch):
-                    yield _launch(kernel, grid, slack)
+            extent, tiles = extent_of(tiling, shape, part), -(-row.longest // tiling.tile_tokens)
+            for grid in grids_of(tiling, extent, shape, device, costs):
+                for slack in _slacks(grid, tiles, row.batch):
+                    estimate = estimate_of(tiling, extent, grid._replace(slack_tiles=slack), exact, tiles)
+                    found[_launch(kernel, grid, slack)] = estimate.microseconds
+    limit = min(found.values()) * _FAR_PREDICTED
+    for launch, us in found.items():
+        if us <= limit or (launch.kernel.name, launch.ctas, launch.cluster_size) in chosen_names:
+            yield launch
 
 
 def _slacks(grid: Grid, longest: int, batch: int) -> tuple[int, ...]:
     if grid.cluster_size:
-        return (_ALWAYS,) if batch == 1 else (_ALWAYS, _NEVER)
+        alone = batch == 1 and grid.ctas == grid.cluster_size * grid.cta_group_size * grid.row_tiles
+        return (_ALWAYS,) if alone else (_ALWAYS, _NEVER)
     return (0, longest) if longest <= _MOST_WHOLE_TILES else (0,)
 
 

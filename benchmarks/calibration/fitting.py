@@ -117,7 +117,8 @@ def expanded(measured: Mapping[str, Any]) -> Mapping[str, Any]:
         plain = {name: value for name, value in row.items() if name not in ("batch", "keys", "launches")}
         launches = [dict(zip(columns, values, strict=True)) for values in row["launches"]]
         launches = [{**launch, "kernel": measured["kernels"][launch["kernel"]]} for launch in launches]
-        rows.append({**plain, "lengths": [row["keys"]] * row["batch"], "launches": launches})
+        lengths = row.get("lengths") or [row["keys"]] * row["batch"]
+        rows.append({**plain, "lengths": lengths, "launches": launches})
     return {**measured, "rows": rows}
 
 

@@ -14,7 +14,14 @@ SHORT = tuple(product((16, 64, 128, 256, 512), (32, 128, 200, 384, 512, 800)))
 HEADS = ((32, 8, 128, "bf16"), (64, 8, 64, "bf16"), (8, 1, 128, "bf16"), (32, 8, 128, "e4m3"))
 LONG = ((1, 1024), (1, 4096), (1, 16384), (4, 2048), (8, 1024), (8, 4096), (16, 7000), (32, 4096), (64, 1024))
 LARGE = ((64, 8192), (128, 2048), (256, 1024))
-MIXED = ((16, 400), (64, 200), (64, 1024), (256, 200), (128, 2048))
+MIXED = ((16, 400), (64, 200), (64, 1024), (256, 200), (256, 1024), (128, 2048))
+# Fewer sizes, for other heads and for query tokens.
+SOME = tuple(product((16, 64, 256, 512), (32, 200, 800)))
+OTHER_HEADS = ((64, 8, 128, "bf16"), (64, 8, 64, "e4m3"), (8, 1, 128, "e4m3"))
+# Single requests of few KV heads, from short to as long as a model's bound.
+ALONE_HEADS = ((8, 1, 128, "bf16"), (16, 2, 128, "bf16"), (8, 1, 64, "bf16"), (8, 1, 128, "e4m3"))
+ALONE = tuple((1, 1 << power) for power in range(9, 18))
+GROUPS_OF_EIGHT = ((64, 8, 128, "bf16"), (8, 1, 128, "bf16"), (64, 8, 64, "bf16"))
 QUERIES = tuple(product((2, 4, 8), ((1, 4096), (16, 200), (16, 2048), (64, 512), (64, 4096))))
 MLA_SIZES = tuple(product((1, 16, 64, 128, 256), (32, 200, 512, 1024, 4096)))
 
@@ -73,18 +80,30 @@ def mixed(batch: int, keys: int) -> tuple[int, ...]:
     return tuple(max(1, int(keys * rng.uniform(0.05, 1.95))) for _ in range(batch))
 
 
-def rows(seconds_matter: bool = False) -> Iterator[Row]:
-    """All rows, those whose choice is the hardest first; with ``seconds_matter`` without the large ones."""
+def rows() -> Iterator[Row]:
+    """All rows: single requests of few heads, even and mixed lengths, query tokens, MLA."""
+    for heads, q_len, (batch, keys) in product(ALONE_HEADS, (1, 4), ALONE):
+        yield _row(*heads, q_len, even(batch, keys), f"{batch}x{keys}")
     for heads in HEADS:
-        yield from _decodes(heads, SHORT, MIXED, (() if seconds_matter else (*LONG, *LARGE)))
-    for q_len, (batch, keys) in QUERIES:
-        for heads, kv_heads, head_dim, dtype in ((64, 8, 128, "bf16"), (8, 1, 128, "bf16"), (64, 8, 64, "bf16")):
-            yield _row(heads, kv_heads, head_dim, dtype, q_len, even(batch, keys), f"{batch}x{keys}")
+        # The single requests of few heads are above.
+        yield from _decodes(heads, SHORT, MIXED, (*LONG[0 if heads not in ALONE_HEADS else 3 :], *LARGE))
+    for heads in OTHER_HEADS:
+        yield from _decodes(heads, SOME, MIXED[:4], LONG[:3] if heads not in ALONE_HEADS else ())
+    yield from _queries()
     for heads, (batch, keys) in product((16, 128), MLA_SIZES):
         if batch * keys <= 128 * 4096:
             yield _row(heads, 0, MLA_LATENT, "bf16", 1, even(batch, keys), f"{batch}x{keys}")
     for heads, (batch, keys) in product((16, 128), ((16, 400), (64, 400), (64, 2000))):
         yield _row(heads, 0, MLA_LATENT, "bf16", 1, mixed(batch, keys), f"{batch}x{keys} mixed")
+
+
+def _queries() -> Iterator[Row]:
+    for q_len, heads, (batch, keys) in product((4, 8), (*HEADS, *OTHER_HEADS), SOME):
+        yield _row(*heads, q_len, even(batch, keys), f"{batch}x{keys}")
+    for (q_len, (batch, keys)), heads in product(QUERIES, GROUPS_OF_EIGHT):
+        is_alone = q_len == 4 and heads in ALONE_HEADS and (batch, keys) in ALONE
+        if not is_alone and (q_len == 2 or (batch, keys) not in SOME):
+            yield _row(*heads, q_len, even(batch, keys), f"{batch}x{keys}")
 
 
 def _decodes(heads: tuple[int, int, int, str], *sizes: tuple[tuple[int, int], ...]) -> Iterator[Row]:
