@@ -10,7 +10,6 @@ those of others than 64 requests and 128 columns. ``kernel`` is the kernel of a 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ from typing import Any
 
 import torch
 from gpu_environment import built_sources, gpu_environment
+from row_origin import keep, origin_of, origin_of_calls
 from triton.testing import do_bench
 
 from cubin_runtime import Config
@@ -96,8 +96,8 @@ def rows_of(
     return calls, kernels
 
 
-def packing_us(runtime: Runtime, batch: int, q_len: int, **tree: torch.Tensor) -> float:
-    """A launch that packs the masks of a batch: the median of graphs of 20."""
+def packing(runtime: Runtime, batch: int, q_len: int, **tree: torch.Tensor) -> dict[str, Any]:
+    """A launch that packs the masks of a batch: ``us``, the median of graphs of 20, and what was launched."""
     out = torch.empty(batch, q_len, 2 * -(-q_len // 32), device="cuda", dtype=torch.uint16)
     plan, stream, graph = plan_draft_mask(out, runtime=runtime, **tree), torch.cuda.Stream(), torch.cuda.CUDAGraph()
     plan.preload()
@@ -106,7 +106,7 @@ def packing_us(runtime: Runtime, batch: int, q_len: int, **tree: torch.Tensor) -
     with torch.cuda.graph(graph, stream=stream):
         for _ in range(20):
             plan.run(out, stream=stream, **tree)
-    return do_bench(graph.replay, warmup=5, rep=20, return_mode="median") * 1e3 / 20
+    return {"us": do_bench(graph.replay, warmup=5, rep=20, return_mode="median") * 1e3 / 20, **origin_of(plan)}
 
 
 def mask_rows(runtime: Runtime) -> list[dict[str, Any]]:
@@ -116,9 +116,9 @@ def mask_rows(runtime: Runtime) -> list[dict[str, Any]]:
         parents = torch.arange(-1, q_len - 1, device="cuda", dtype=torch.int32).repeat(batch, 1)
         allowed = torch.ones(batch, q_len, q_len, device="cuda").tril().bool()
         for name, tree in (("parents", {"parents": parents}), ("allowed", {"allowed": allowed}), ("causal", {})):
-            us = packing_us(runtime, batch, q_len, **tree)
-            rows.append({"case": f"{name}, {batch} x {q_len}", "us": us})
-            print(f"{name}, {batch} x {q_len}: {us:.2f} us", flush=True)
+            row = {"case": f"{name}, {batch} x {q_len}", **packing(runtime, batch, q_len, **tree)}
+            rows.append(row)
+            print(f"{row['case']}: {row['us']:.2f} us", flush=True)
     return rows
 
 
@@ -128,7 +128,6 @@ def main() -> int:
     torch.manual_seed(0)
     store = Path(os.environ.get("CUBIN_RUNTIME_CACHE", chosen.out / "store"))
     runtime = Runtime(Config(store=store, sources=built_sources(), offline=True))
-    chosen.out.mkdir(parents=True, exist_ok=True)
     result: dict[str, Any] = {"schema": 1, "question": "what more draft tokens per request cost"}
     result |= {"release": runtime.native_release().pin.manifest_sha256, "environment": gpu_environment()}
     result |= {"batch": BATCH, "keys": KEYS, "rounds": chosen.rounds, "mask_rows": mask_rows(runtime), "rows": []}
@@ -142,9 +141,10 @@ def main() -> int:
             us, q_len = statistics.median(found), int(name.split("q_len ")[1].split()[0])
             flops = 4 * batch * KEYS * heads * head_dim * q_len
             kernel = {"kernel": kernels[name]} if name in kernels else {}
+            kernel |= origin_of_calls(runtime.driver, calls[name])
             result["rows"].append({"case": name, "us": us, "tflop_per_s": flops / us / 1e6, **kernel})
-            print(f"{name}: {us:.1f} us, {flops / us / 1e6:.0f} TFLOP/s", *kernel.values(), flush=True)
-        (chosen.out / "drafts.json").write_text(json.dumps(result, indent=1) + "\n")
+            print(f"{name}: {us:.1f} us, {flops / us / 1e6:.0f} TFLOP/s", kernel.get("kernel", ""), flush=True)
+        keep(result, chosen.out / "drafts.json")
     return 0
 
 

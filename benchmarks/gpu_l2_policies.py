@@ -24,7 +24,7 @@ from gpu_append import AppendBench, AppendProblem, MergeBench, MergeProblem
 from gpu_environment import built_sources, gpu_environment
 from prefill.cases import PrefillCase, prefill_cases
 from prefill.problem import problems_of_layers
-from row_origin import commit, keep
+from row_origin import keep, origin_of_calls
 from sequence.timing import Layers, Maker, Method, sequence_times
 
 from cubin_runtime import Config
@@ -132,10 +132,7 @@ def rows(runtimes: Mapping[str, Runtime], families: list[str]) -> Iterator[tuple
 def measured(make: Callable[[Method], Any], method: Method, driver: Any) -> dict[str, Any]:
     layers, makers, output = make(method)
     stream = torch.cuda.current_stream()
-    before = driver.launches
-    makers[NATIVE_RELEASE](stream)[0]()
-    launched = driver.last_launches()[before - driver.launches :]
-    row: dict[str, Any] = {"cubins": {launch.kernel: launch.sha256 for launch in launched}, "commit": commit()}
+    row: dict[str, Any] = origin_of_calls(driver, makers[NATIVE_RELEASE](stream)[0])
     if output is not None:
         bits: Outputs = {}
         layers.before(0)
