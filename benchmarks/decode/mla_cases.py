@@ -79,7 +79,9 @@ def bf16() -> list[MlaCase]:
         for (batch, length, q_len), ratio in ratios.items()
     ]
     few = ratio_or_share(1.2, LATENT_READ_SHARE)
-    return many + [MlaCase("bf16", 128, length, heads=16, peer=True, bar=few) for length in (1024, 8192)]
+    in_sequence = ((64, 4096, _at_least("ratio", 1.08)), (16, 4096, _at_least("ratio", 1.15)))
+    fewer = (*in_sequence, *((16, length, few) for length in (1024, 8192)))
+    return many + [MlaCase("bf16", 128, length, heads=heads, peer=True, bar=bar) for heads, length, bar in fewer]
 
 
 def fp8() -> list[MlaCase]:

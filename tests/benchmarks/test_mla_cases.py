@@ -32,6 +32,8 @@ def test_bytes_and_products_of_a_case() -> None:
         ("bf16", "128 heads, 128 x 8192", {}, None),
         ("bf16", "16 heads, 128 x 8192", {"ratio": 1.1, "read_share": 0.86}, True),
         ("bf16", "16 heads, 128 x 1024", {"ratio": 1.1, "read_share": 0.84}, False),
+        ("bf16", "16 heads, 128 x 4096", {"ratio": 1.14, "read_share": 0.99}, False),
+        ("bf16", "64 heads, 128 x 4096", {"ratio": 1.09}, True),
         ("fp8", "128 heads, 128 x 8192, e4m3 q, e4m3 KV", {"over_bf16": 1.26}, True),
         ("fp8", "128 heads, 128 x 8192, bf16 q, e4m3 KV", {"over_bf16": 0.84}, False),
         ("fp8", "16 heads, 128 x 8192, bf16 q, e4m3 KV", {"over_bf16": 1.5}, True),
