@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 from .decode_operator import SCALES, DecodeOperator
 from .torch_ops import TORCH_SCRATCH, TorchOp
 
-_OPTION_KINDS = {
-    "kv_layout": "str",
-    "max_q_len": "SymInt?",
-    "causal": "bool",
-    "window_left": "SymInt",
-    "draft_position": "str",
-    "window_right": "SymInt",
-    "logit_soft_cap": "float",
-    "lse_base": "str",
-    "lse_sink": "bool",
-    "batch_invariant": "bool",
-    "backend": "str",
-    "enable_pdl": "bool?",
-    "cp_world": "int",
-    "cp_rank": "int",
-    "cp_interleave": "int",
-}
+# Kinds of options -> those of a torch op's arguments, which may be symbolic.
+_KINDS = {"bool": "bool", "float": "float", "int": "SymInt", "str": "str"}
 _NO_OPTIONS = {"workspace": TORCH_SCRATCH, "stream": None, "runtime": None}
 
 
@@ -47,8 +33,14 @@ def torch_op(operator: DecodeOperator) -> TorchOp:
             given["out"] = torch.empty(shape, dtype=getattr(torch, dtype or word), device=q.device)
         return given["out"]
 
+    kinds_of = {item.name: str(item.type) for item in fields(operator.options_type)}
     kinds = {arg.name: "Tensor?" if arg.optional else "Tensor" for arg in operator.tensors}
     kinds |= dict.fromkeys((*SCALES.values(), *operator.kv_scales), "Scale")
-    kinds |= {"max_seq_len": "SymInt", **{name: _OPTION_KINDS[name] for name in operator.options}}
+    kinds |= {"max_seq_len": "SymInt", **{name: _kind(kinds_of[name]) for name in operator.options}}
     written = tuple(arg.name for arg in operator.tensors if arg.written)
     return TorchOp(operator.name, kinds, written, _NO_OPTIONS, complete)
+
+
+def _kind(annotation: str) -> str:
+    required = annotation.removesuffix(" | None")
+    return _KINDS[required] + ("" if required == annotation else "?")

@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 from functools import cache
 from itertools import pairwise
 from math import isfinite, prod
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import UsageError
 from ..kernels.native.launches import NativeLaunch
@@ -24,12 +24,15 @@ from .checks import OptionCheck, check_options, integer, option_checks
 from .decode_call import KV_SCALES, DecodeCall, DecodeOptions, check_query_bounds
 from .described_tensors import describe_tensors
 from .fast_path import note_launch
-from .operator import CallTensors, Given, Operator
+from .operator import CallTensors, Operator
 from .process import runtime_of
 from .runtime import NativeRelease, PlanRuntime, Runtime
 from .scales import split_scale
 from .step_plan import StepPlan
 from .torch_ops import RUNTIME_SCRATCH, TORCH_SCRATCH
+
+if TYPE_CHECKING:
+    from ..protocols import Stream
 
 # The argument that a number of the launch is a multiple of.
 SCALES = {"softmax_scale_log2": "softmax_scale", "output_scale": "output_scale"}
@@ -112,48 +115,63 @@ class DecodePlan(StepPlan):
 PlanT = TypeVar("PlanT", bound=DecodePlan)
 
 
-def plan_decode(plan_class: type[PlanT], operator: DecodeOperator, arguments: dict[str, Any]) -> PlanT:
-    """The plan for a call's ``arguments`` by name; the dict is this function's own."""
-    runtime, facts = runtime_of(arguments["runtime"]), check_device_facts(arguments["device_facts"])
-    check_options(operator.checks, arguments)
-    of_torch = is_torch(arguments["q"])
+def plan_decode(
+    plan_class: type[PlanT],
+    operator: DecodeOperator,
+    tensors: Mapping[str, Any],
+    options: DecodeOptions,
+    *,
+    runtime: Runtime | None,
+    device_facts: DeviceFacts | str | None,
+) -> PlanT:
+    """The plan for a call's ``tensors`` by name, scales among them, and its other ``options``."""
+    rt, facts, given = runtime_of(runtime), check_device_facts(device_facts), dict(tensors)
+    named, of_torch = _checked(operator, options), is_torch(given["q"])
     if facts is not None:
-        describe_tensors(arguments)
-    options = _options(operator, arguments, _split_scales(operator, arguments))
-    call = DecodeCall(operator.read(arguments, options), options)
-    return _plan(plan_class, operator, runtime.for_plans, call, facts, of_torch)
+        describe_tensors(given)
+    options = operator.options_type(**{**_split_scales(operator, given), **named})
+    call = DecodeCall(operator.read(given, options), options)
+    return _plan(plan_class, operator, rt.for_plans, call, facts, of_torch)
 
 
-def run_decode(plan_class: type[DecodePlan], operator: DecodeOperator, arguments: dict[str, Any]) -> Any:
-    """Run by a call's ``arguments`` by name; the dict is this function's own. The output.
+def run_decode(
+    plan_class: type[DecodePlan],
+    operator: DecodeOperator,
+    tensors: Mapping[str, Any],
+    options: DecodeOptions,
+    *,
+    workspace: Any,
+    stream: Stream | None,
+    runtime: Runtime | None,
+) -> Any:
+    """Run a call with ``tensors`` and ``options`` as in ``plan_decode``; the output.
 
     The plan comes from the runtime's cache or is made now. Its bound is the next power of two, as far as the page table
     goes, so one plan serves while lengths grow.
     """
-    rt, q = runtime_of(arguments["runtime"]), arguments["q"]
-    check_options(operator.checks, arguments)
-    scales = _split_scales(operator, arguments)
-    if arguments["out"] is None:
-        arguments["out"] = _made_output(operator, rt, q)
-    stream = arguments["stream"]
+    rt, given = runtime_of(runtime), dict(tensors)
+    q, named = given["q"], _checked(operator, options)
+    scales = _split_scales(operator, given)
+    if given["out"] is None:
+        given["out"] = _made_output(operator, rt, q)
     handle = stream_of(rt, stream, q, "q")
-    workspace = None if arguments["workspace"] is RUNTIME_SCRATCH else arguments["workspace"]
+    workspace = None if workspace is RUNTIME_SCRATCH else workspace
     if workspace is not None and workspace is not TORCH_SCRATCH:
         check_workspace(workspace)
     most = operator.max_queries
-    if most is not None and arguments["max_q_len"] is None and arguments["q_cu_seq_lens"] is not None:
-        arguments["max_q_len"] = _longest(rt, q, arguments["q_cu_seq_lens"], handle, most)
-    bound = arguments["max_seq_len"]
+    if most is not None and named["max_q_len"] is None and given["q_cu_seq_lens"] is not None:
+        named["max_q_len"] = _longest(rt, q, given["q_cu_seq_lens"], handle, most)
+    bound = named["max_seq_len"]
     kept = 1 << max(_SMALLEST_BOUND_LOG2, (bound - 1).bit_length())
-    options = _options(operator, arguments, scales)
-    family = _family(plan_class, operator, rt, operator.read(arguments, options), options, is_torch(q), kept)
+    options = operator.options_type(**{**scales, **named})
+    family = _family(plan_class, operator, rt, operator.read(given, options), options, is_torch(q), kept)
     plan = family.plan(family.tensors, options.max_q_len)
     family.tensors.check_addresses()
     numbers = plan.numbers(bound, *factors_of(scales))
     launched = family.launch(plan, family.tensors.addresses, numbers, workspace, q, handle)
     shortest = 0 if kept == 1 << _SMALLEST_BOUND_LOG2 else kept // 2 + 1
     note_launch(launched._replace(bounds=(shortest, plan.options.max_seq_len), family=family))
-    return arguments["out"]
+    return given["out"]
 
 
 def _family(
@@ -190,9 +208,11 @@ def _checks(options_type: type[Any], names: tuple[str, ...]) -> tuple[OptionChec
     return option_checks({name: kinds[name] for name in ("max_seq_len", *names)})
 
 
-def _options(operator: DecodeOperator, arguments: Given, scales: Mapping[str, float]) -> DecodeOptions:
-    named: dict[str, Any] = {name: arguments[name] for name in operator.options}
-    return operator.options_type(max_seq_len=arguments["max_seq_len"], **{**scales, **named})
+def _checked(operator: DecodeOperator, options: DecodeOptions) -> dict[str, Any]:
+    """The bound and the options that are no scales by name; raises ``UsageError`` for one of another kind."""
+    named = {name: getattr(options, name) for name in ("max_seq_len", *operator.options)}
+    check_options(operator.checks, named)
+    return named
 
 
 def _plan(

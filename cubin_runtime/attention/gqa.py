@@ -16,6 +16,7 @@ from .decode_call import (
     GLOBAL_LENS,
     KV_SCALE_TENSORS,
     DecodeCall,
+    DecodeOptions,
     check_kv_scales,
     check_options,
     check_queries,
@@ -194,7 +195,21 @@ def plan_paged_decode(
     device instead of that of ``q``.
     It is a ``DeviceFacts`` or a name such as ``"H200"``; with it, torch's meta and fake tensors are taken, too.
     """
-    return plan_decode(PagedDecodePlan, PAGED_DECODE, locals())
+    tensors = locals()
+    options = DecodeOptions(
+        max_seq_len=max_seq_len,
+        kv_layout=kv_layout,
+        max_q_len=max_q_len,
+        window_left=window_left,
+        draft_position=draft_position,
+        batch_invariant=batch_invariant,
+        backend=backend,
+        enable_pdl=enable_pdl,
+        cp_world=cp_world,
+        cp_rank=cp_rank,
+        cp_interleave=cp_interleave,
+    )
+    return plan_decode(PagedDecodePlan, PAGED_DECODE, tensors, options, runtime=runtime, device_facts=device_facts)
 
 
 @operator_function(owner=CALL_RUNTIME, scales=SCALES, any_size=True, op=lambda _: torch_op(PAGED_DECODE))
@@ -304,5 +319,21 @@ def paged_decode(
         MissingError, SourceError, CorruptError: the kernel is not available.
         DeviceError: the driver or the ABI gate rejects the launch.
     """
-    result: QueryT | OutT = run_decode(PagedDecodePlan, PAGED_DECODE, locals())
+    tensors = locals()
+    options = DecodeOptions(
+        max_seq_len=max_seq_len,
+        kv_layout=kv_layout,
+        max_q_len=max_q_len,
+        window_left=window_left,
+        draft_position=draft_position,
+        batch_invariant=batch_invariant,
+        backend=backend,
+        enable_pdl=enable_pdl,
+        cp_world=cp_world,
+        cp_rank=cp_rank,
+        cp_interleave=cp_interleave,
+    )
+    result: QueryT | OutT = run_decode(
+        PagedDecodePlan, PAGED_DECODE, tensors, options, workspace=workspace, stream=stream, runtime=runtime
+    )
     return result

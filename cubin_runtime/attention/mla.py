@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 from ..dtypes import DTYPES
 from ..errors import UsageError
@@ -18,6 +18,7 @@ from .decode_call import (
     DEALING_OPTIONS,
     GLOBAL_LENS,
     DecodeCall,
+    DecodeOptions,
     check_options,
     check_queries,
     check_shapes,
@@ -101,6 +102,23 @@ MLA_DECODE = DecodeOperator(
 )
 
 
+class MlaTensors(TypedDict):
+    """The tensors of an MLA decode by name, as ``MLA_DECODE`` declares them; its scales may be numbers."""
+
+    q: Tensor
+    kv_cache: Tensor
+    page_table: Tensor
+    seq_lens: Tensor
+    out: Tensor | None
+    lse: Tensor | None
+    q_cu_seq_lens: Tensor | None
+    mask: Tensor | None
+    sinks: Tensor | None
+    softmax_scale: Scale | None
+    output_scale: Scale | None
+    global_seq_lens: Tensor | None
+
+
 class MlaDecodePlan(DecodePlan):
     """A plan made by ``plan_mla_decode``."""
 
@@ -134,7 +152,25 @@ class MlaDecodePlan(DecodePlan):
 
         The other arguments and the errors are those of ``PagedDecodePlan.run``.
         """
-        self.run_step(locals(), workspace, stream)
+        self.run_step(
+            MlaTensors(
+                q=q,
+                kv_cache=kv_cache,
+                page_table=page_table,
+                seq_lens=seq_lens,
+                out=out,
+                lse=lse,
+                q_cu_seq_lens=q_cu_seq_lens,
+                mask=mask,
+                sinks=sinks,
+                softmax_scale=softmax_scale,
+                output_scale=output_scale,
+                global_seq_lens=global_seq_lens,
+            ),
+            workspace,
+            stream,
+            max_seq_len=max_seq_len,
+        )
 
 
 def plan_mla_decode(
@@ -170,7 +206,31 @@ def plan_mla_decode(
     device instead of that of ``q``.
     It is a ``DeviceFacts`` or a name such as ``"H200"``; with it, torch's meta and fake tensors are taken, too.
     """
-    return plan_decode(MlaDecodePlan, MLA_DECODE, locals())
+    tensors = MlaTensors(
+        q=q,
+        kv_cache=kv_cache,
+        page_table=page_table,
+        seq_lens=seq_lens,
+        out=out,
+        lse=lse,
+        q_cu_seq_lens=q_cu_seq_lens,
+        mask=mask,
+        sinks=sinks,
+        softmax_scale=softmax_scale,
+        output_scale=output_scale,
+        global_seq_lens=global_seq_lens,
+    )
+    options = DecodeOptions(
+        max_seq_len=max_seq_len,
+        max_q_len=max_q_len,
+        batch_invariant=batch_invariant,
+        backend=backend,
+        enable_pdl=enable_pdl,
+        cp_world=cp_world,
+        cp_rank=cp_rank,
+        cp_interleave=cp_interleave,
+    )
+    return plan_decode(MlaDecodePlan, MLA_DECODE, tensors, options, runtime=runtime, device_facts=device_facts)
 
 
 @operator_function(owner=CALL_RUNTIME, scales=SCALES, any_size=True, op=lambda _: torch_op(MLA_DECODE))
@@ -255,5 +315,31 @@ def mla_decode(
         MissingError, SourceError, CorruptError: the kernel is not available.
         DeviceError: the driver or the ABI gate rejects the launch.
     """
-    result: QueryT | OutT = run_decode(MlaDecodePlan, MLA_DECODE, locals())
+    tensors = MlaTensors(
+        q=q,
+        kv_cache=kv_cache,
+        page_table=page_table,
+        seq_lens=seq_lens,
+        out=out,
+        lse=lse,
+        q_cu_seq_lens=q_cu_seq_lens,
+        mask=mask,
+        sinks=sinks,
+        softmax_scale=softmax_scale,
+        output_scale=output_scale,
+        global_seq_lens=global_seq_lens,
+    )
+    options = DecodeOptions(
+        max_seq_len=max_seq_len,
+        max_q_len=max_q_len,
+        batch_invariant=batch_invariant,
+        backend=backend,
+        enable_pdl=enable_pdl,
+        cp_world=cp_world,
+        cp_rank=cp_rank,
+        cp_interleave=cp_interleave,
+    )
+    result: QueryT | OutT = run_decode(
+        MlaDecodePlan, MLA_DECODE, tensors, options, workspace=workspace, stream=stream, runtime=runtime
+    )
     return result

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from ..kernels.native.launches import NativeLaunch
 from ..kernels.native.prefill.plan import context_launch
@@ -58,6 +58,25 @@ CONTEXT_ATTENTION = DecodeOperator(
 )
 
 
+class ContextTensors(TypedDict):
+    """The tensors of a context attention by name, as they are declared; its scales may be numbers."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor | None
+    lse: Tensor | None
+    page_table: Tensor | None
+    seq_lens: Tensor | None
+    q_cu_seq_lens: Tensor | None
+    kv_cu_seq_lens: Tensor | None
+    sinks: Tensor | None
+    softmax_scale: Scale | None
+    output_scale: Scale | None
+    k_scale: Scale | None
+    v_scale: Scale | None
+
+
 class ContextAttentionPlan(DecodePlan):
     """A context attention; made by ``plan_context_attention``."""
 
@@ -93,7 +112,27 @@ class ContextAttentionPlan(DecodePlan):
 
         The other arguments and the errors are those of ``PagedDecodePlan.run``.
         """
-        self.run_step(locals(), workspace, stream)
+        self.run_step(
+            ContextTensors(
+                q=q,
+                k=k,
+                v=v,
+                out=out,
+                lse=lse,
+                page_table=page_table,
+                seq_lens=seq_lens,
+                q_cu_seq_lens=q_cu_seq_lens,
+                kv_cu_seq_lens=kv_cu_seq_lens,
+                sinks=sinks,
+                softmax_scale=softmax_scale,
+                output_scale=output_scale,
+                k_scale=k_scale,
+                v_scale=v_scale,
+            ),
+            workspace,
+            stream,
+            max_seq_len=max_seq_len,
+        )
 
 
 def plan_context_attention(
@@ -134,7 +173,39 @@ def plan_context_attention(
     every run must pass the same ones. ``device_facts`` plans for a described device instead of that of ``q``.
     It is a ``DeviceFacts`` or a name such as ``"H200"``; with it, torch's meta and fake tensors are taken, too.
     """
-    return plan_decode(ContextAttentionPlan, CONTEXT_ATTENTION, locals())
+    tensors = ContextTensors(
+        q=q,
+        k=k,
+        v=v,
+        out=out,
+        lse=lse,
+        page_table=page_table,
+        seq_lens=seq_lens,
+        q_cu_seq_lens=q_cu_seq_lens,
+        kv_cu_seq_lens=kv_cu_seq_lens,
+        sinks=sinks,
+        softmax_scale=softmax_scale,
+        output_scale=output_scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
+    options = ContextOptions(
+        max_seq_len=max_seq_len,
+        kv_layout=kv_layout,
+        max_q_len=max_q_len,
+        causal=causal,
+        window_left=window_left,
+        window_right=window_right,
+        logit_soft_cap=logit_soft_cap,
+        batch_invariant=batch_invariant,
+        lse_base=lse_base,
+        lse_sink=lse_sink,
+        backend=backend,
+        enable_pdl=enable_pdl,
+    )
+    return plan_decode(
+        ContextAttentionPlan, CONTEXT_ATTENTION, tensors, options, runtime=runtime, device_facts=device_facts
+    )
 
 
 @operator_function(owner=CALL_RUNTIME, scales=SCALES, any_size=True, op=lambda _: torch_op(CONTEXT_ATTENTION))
@@ -238,5 +309,37 @@ def context_attention(
         MissingError, SourceError, CorruptError: the kernel is not available.
         DeviceError: the driver or the ABI gate rejects the launch.
     """
-    result: QueryT | OutT = run_decode(ContextAttentionPlan, CONTEXT_ATTENTION, locals())
+    tensors = ContextTensors(
+        q=q,
+        k=k,
+        v=v,
+        out=out,
+        lse=lse,
+        page_table=page_table,
+        seq_lens=seq_lens,
+        q_cu_seq_lens=q_cu_seq_lens,
+        kv_cu_seq_lens=kv_cu_seq_lens,
+        sinks=sinks,
+        softmax_scale=softmax_scale,
+        output_scale=output_scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
+    options = ContextOptions(
+        max_seq_len=max_seq_len,
+        kv_layout=kv_layout,
+        max_q_len=max_q_len,
+        causal=causal,
+        window_left=window_left,
+        window_right=window_right,
+        logit_soft_cap=logit_soft_cap,
+        batch_invariant=batch_invariant,
+        lse_base=lse_base,
+        lse_sink=lse_sink,
+        backend=backend,
+        enable_pdl=enable_pdl,
+    )
+    result: QueryT | OutT = run_decode(
+        ContextAttentionPlan, CONTEXT_ATTENTION, tensors, options, workspace=workspace, stream=stream, runtime=runtime
+    )
     return result

@@ -33,13 +33,17 @@ class StepPlan(OperatorPlan):
         raise NotImplementedError
 
     def run_step(
-        self, given: Mapping[str, Any], workspace: AnyWorkspace | None = None, stream: Stream | None = None
+        self,
+        given: Mapping[str, Any],
+        workspace: AnyWorkspace | None = None,
+        stream: Stream | None = None,
+        **numbers: int | None,
     ) -> None:
-        """A run by the tensors and numbers of ``run``, by name, and its workspace and stream."""
-        arguments = dict(given)
-        numbers = self.numbers_of(arguments)
+        """A run by the tensors and ``numbers`` of ``run``, by name, and its workspace and stream."""
+        arguments = {**given, **numbers}
+        values = self.numbers_of(arguments)
         addresses = self.addresses(arguments)
-        launched = self.launch(addresses, numbers, workspace, self.stream_of(stream))
+        launched = self.launch(addresses, values, workspace, self.stream_of(stream))
         note_launch(launched if self.of_torch else launched._replace(memory=None))
 
     def bind(

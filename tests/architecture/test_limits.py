@@ -44,7 +44,7 @@ def is_product_equality(node: ast.AST) -> bool:
 
 
 LIMITS = (
-    Limit("calls of locals()", 20, 0, calls("locals")),
+    Limit("calls of locals()", 14, 0, calls("locals")),
     Limit("calls of exec()", 2, 0, calls("exec")),
     Limit("functions compiled from text", 7, 0, calls("compiled")),
     Limit("calls of nextafter()", 1, 0, calls("nextafter")),

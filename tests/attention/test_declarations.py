@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from cubin_runtime.attention import append, draft_masks, merge, sparse_mla
+from cubin_runtime.attention import append, draft_masks, merge, mla, prefill, sparse_mla
 from cubin_runtime.attention.append_operator import APPEND_KV, AppendTensors
+from cubin_runtime.attention.decode_operator import DecodeOperator
 from cubin_runtime.attention.plain_operator import PlainOperator
 
 RUN = {"workspace", "stream"}
@@ -21,7 +22,7 @@ CALL = RUN | {"runtime"}
 class Declared(NamedTuple):
     """An operator, the typed tensors of its calls, and its functions; ``more`` are further arguments of the call."""
 
-    operator: PlainOperator
+    operator: PlainOperator | DecodeOperator
     tensors: type
     run: Callable[..., Any]
     plan: Callable[..., Any]
@@ -53,6 +54,14 @@ DECLARED = {
         sparse_mla.plan_sparse_mla_decode,
         sparse_mla.sparse_mla_decode,
     ),
+    "mla_decode": Declared(mla.MLA_DECODE, mla.MlaTensors, mla.MlaDecodePlan.run, mla.plan_mla_decode, mla.mla_decode),
+    "context_attention": Declared(
+        prefill.CONTEXT_ATTENTION,
+        prefill.ContextTensors,
+        prefill.ContextAttentionPlan.run,
+        prefill.plan_context_attention,
+        prefill.context_attention,
+    ),
 }
 
 
@@ -62,8 +71,14 @@ def names_of(function: Callable[..., Any]) -> set[str]:
 
 def options_of(declared: Declared) -> dict[str, Any]:
     """Defaults of the options that are no scales."""
-    scales = declared.operator.scales
-    return {item.name: item.default for item in fields(declared.operator.options) if item.name not in scales}
+    operator = declared.operator
+    if isinstance(operator, DecodeOperator):
+        return {item.name: item.default for item in fields(operator.options_type) if item.name in operator.options}
+    return {item.name: item.default for item in fields(operator.options) if item.name not in operator.scales}
+
+
+def bound_of(declared: Declared) -> set[str]:
+    return {"max_seq_len"} if isinstance(declared.operator, DecodeOperator) else set()
 
 
 @pytest.mark.parametrize("name", DECLARED)
@@ -77,13 +92,15 @@ def test_an_optional_tensor_may_be_none(name: str) -> None:
     declared = DECLARED[name]
     kinds = {name: kind.__forward_arg__ for name, kind in declared.tensors.__annotations__.items()}
     optional = {name for name, kind in kinds.items() if kind.endswith("| None")}
-    assert optional == {arg.name for arg in declared.operator.tensors if arg.optional}
+    # A decode makes an output that is left out.
+    made = {"out"} if isinstance(declared.operator, DecodeOperator) else set()
+    assert optional == {arg.name for arg in declared.operator.tensors if arg.optional} | made
 
 
 @pytest.mark.parametrize("name", DECLARED)
 def test_functions_take_the_declared_tensors_and_options(name: str) -> None:
     declared = DECLARED[name]
-    tensors, options = {arg.name for arg in declared.operator.tensors}, options_of(declared)
+    tensors, options = {arg.name for arg in declared.operator.tensors} | bound_of(declared), options_of(declared)
     assert names_of(declared.run) == tensors | RUN
     assert names_of(declared.plan) == tensors | options.keys() | PLAN
     assert names_of(declared.call) == tensors | options.keys() | CALL | declared.more

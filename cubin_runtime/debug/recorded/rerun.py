@@ -131,8 +131,8 @@ def _run_native(
     scales = {name: views.get(name, options[name]) for name in ("softmax_scale", "output_scale")}
     asked = {name: options[name] for name in operator.options}
     given = {**dict.fromkeys(names), **views, **scales}
-    bounds = {"max_seq_len": options["planned_max_seq_len"], "runtime": runtime, "device_facts": None}
-    plan = plan_decode(plan_class, operator, {**given, **asked, **bounds})
+    planned = operator.options_type(max_seq_len=options["planned_max_seq_len"], **asked)
+    plan = plan_decode(plan_class, operator, given, planned, runtime=runtime, device_facts=None)
     workspace = plan.prepare(0)
     plan.run(**given, max_seq_len=options["max_seq_len"], workspace=workspace, stream=0)
 
