@@ -151,13 +151,13 @@ def every_bound(row: Row, _runtime: Any) -> list[tuple[Any, int, Any]]:
 def main() -> None:
     asked = options()
     if asked.verb == "fit":
-        from calibration.fitting import H200, report
+        from calibration.fitting import report
         from gpu_environment import built_sources
 
         from cubin_runtime.artifacts.tables.native_kernels import parse_native_kernels
 
         (kernels,) = (path for source in built_sources() for path in Path(source).glob("*/kernels.json"))
-        report(json.loads(asked.file.read_text()), parse_native_kernels(kernels.read_bytes()), H200)
+        report(json.loads(asked.file.read_text()), parse_native_kernels(kernels.read_bytes()))
         return
     measured(asked, every_launch if asked.verb == "measure" else every_bound)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from cubin_runtime.artifacts.tables.native_kernels import NativeKernel
@@ -21,6 +22,7 @@ from .rows import Row
 
 # Where the committed rows were measured.
 H200 = DeviceFacts(0, "NVIDIA H200", (9, 0), 132, 232448, 233472, 60 << 20, 13000)
+H100 = replace(H200, name="NVIDIA H100 80GB HBM3", l2_bytes=50 << 20)
 # Launches that take longer than the best of their row by this factor do not decide anything.
 _FAR = 4.0
 _SHARED = ("read_tb_per_s", "merge_us", "cluster_saved_us", "cluster_merge_us", "cta_tb_per_s", "cluster_least_share")
@@ -144,8 +146,15 @@ def fitted(samples: Sequence[Sample], costs: Costs) -> Costs:
     return costs
 
 
-def report(measured: Mapping[str, Any], kernels: Sequence[NativeKernel], device: DeviceFacts) -> None:
+def device_of(measured: Mapping[str, Any]) -> DeviceFacts:
+    """The device that rows were measured on: an H100 or an H200 with 132 multiprocessors."""
+    name = measured["environment"]["gpu"]["name"]
+    return replace(H200 if "H200" in name else H100, name=name)
+
+
+def report(measured: Mapping[str, Any], kernels: Sequence[NativeKernel]) -> None:
     """Print the constants that fit half of the rows, and how many predictions of either half are within 15%."""
+    device = device_of(measured)
     kept, held_back = halves(samples_of(expanded(measured), kernels, device))
     before = costs_of(device.name)
     after = fitted(kept, before)

@@ -14,7 +14,7 @@
 // A kernel family says how it cuts its requests in a struct `Tiling` of static functions of the parameters `p`:
 //     Request load_request(p, index)
 //     int cta_group(p), cta_rank(p)              this CTA's group, and its number in the group
-//     int cta_groups(p, total)                   of the grid, those that divide a tile space of so many KV tiles
+//     int cta_groups(p)                          in the grid
 //     int tile_groups(p, request)                groups of `cta_group_size` output tiles of the request
 //     bool in_clusters(p, longest, share)        whether each output tile has a cluster instead, where the longest has
 //                                                that many KV tiles, and an equal share of the tile space this many
@@ -24,7 +24,6 @@
 //     bool JOINS_SPLITS                          whether a work tile is all splits of an output tile in a range
 //                                                (EqualSplits has these three)
 //     int max_row_tiles(p)                       bound on the row tiles of a request
-//     int max_tile_groups(p)                     bound on the tile groups of all requests, where cta_groups asks for it
 //     int output_tile_index(p, work, row_tiles)  number of the output tile if all requests had `row_tiles` row tiles
 // Every parameter struct has the fields seq_lens, q_cu_seq_lens, batch, tokens, q_len, max_seq_len, cta_group_size,
 // splits, slack_tiles and status.
@@ -149,7 +148,7 @@ DEVICE WorkRange find_work_range(const Params& p) {
         if (range.cta_groups == 0) {
             const int total = __shfl_sync(~0u, through, 31);
             range.total = total;
-            range.cta_groups = max(1, min(Tiling::cta_groups(p, total), total));
+            range.cta_groups = max(1, min(Tiling::cta_groups(p), total));
             range.kv_tiles = 0;
             longest = static_cast<int>(__reduce_max_sync(~0u, static_cast<uint32_t>(longest)));
             range.whole = longest <= p.slack_tiles;
@@ -184,16 +183,6 @@ DEVICE WorkRange find_work_range(const Params& p) {
             return range;
         }
     }
-}
-
-// Of `groups` CTA groups, those that divide a tile space of `total` KV tiles: an output tile has more than so many splits
-// only if each has at least `split_tiles` KV tiles. Merging more costs more than it saves, and a bound far above the
-// lengths must not decide it.
-template <class Tiling, class Params>
-DEVICE int cta_groups_worth_merging(const Params& p, int groups, int total, int split_tiles) {
-    constexpr int MANY_SPLITS = 16;
-    if (p.splits > 0) return groups;
-    return min(groups, max(MANY_SPLITS * Tiling::max_tile_groups(p), total / split_tiles));
 }
 
 // ---------------------------------------------------------------- work tiles

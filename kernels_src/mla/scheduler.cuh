@@ -92,14 +92,7 @@ struct MlaTiling : stream_k::EqualSplits<MlaTiling> {
 
     DEVICE static int cta_group(const Params& p) { return divide_by_group_size(p, blockIdx.x); }
     DEVICE static int cta_rank(const Params& p) { return blockIdx.x - cta_group(p) * p.cta_group_size; }
-    DEVICE static int cta_groups(const Params& p, int total) {
-        const int groups = divide_by_group_size(p, gridDim.x);
-#if SPARSE
-        return groups;
-#else
-        return stream_k::cta_groups_worth_merging<MlaTiling>(p, groups, total, ROWS < 64 ? 4 : 2);
-#endif
-    }
+    DEVICE static int cta_groups(const Params& p) { return divide_by_group_size(p, gridDim.x); }
 
     DEVICE static int tile_groups(const Params& p, const Request& r) { return tile_groups_of(p, r.row_tiles); }
 
@@ -112,7 +105,6 @@ struct MlaTiling : stream_k::EqualSplits<MlaTiling> {
     }
 
     DEVICE static int max_row_tiles(const Params& p) { return row_tile_count(p, max_queries(p)); }
-    DEVICE static int max_tile_groups(const Params& p) { return p.batch * tile_groups_of(p, max_row_tiles(p)); }
 
     DEVICE static int output_tile_index(const Params&, const stream_k::WorkTile& work, int row_tiles) {
         return work.request.index * row_tiles + work.output_tile;

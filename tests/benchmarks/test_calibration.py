@@ -12,7 +12,7 @@ import pytest
 from decode_kernels import HOPPER
 
 from benchmarks.calibration.candidates import shape_of
-from benchmarks.calibration.fitting import H200, Sample, errors, expanded, halves, samples_of, within
+from benchmarks.calibration.fitting import H200, Sample, device_of, errors, expanded, halves, samples_of, within
 from benchmarks.calibration.rows import Row
 from cubin_runtime.kernels.native.cost_model import H200 as COSTS
 from cubin_runtime.kernels.native.decode.select import DecodeSelection, select_decode
@@ -61,7 +61,6 @@ def us_of(selection: DecodeSelection, row: Row, launches: list[dict[str, Any]]) 
     """What a chosen launch took: that with its kernel and grid, whose lengths decide alike on the device."""
     tile_tokens = int(selection.kernel.traits["tile_tokens"])
     tiles = [-(-keys // tile_tokens) for keys in row.lengths]
-    output_tiles = row.kv_heads * selection.row_tiles
     names = ("ctas", "cta_group_size", "row_tiles", "cluster_size")
     found = [
         launch
@@ -70,10 +69,11 @@ def us_of(selection: DecodeSelection, row: Row, launches: list[dict[str, Any]]) 
     ]
     if not selection.cluster_size:
         found = [x for x in found if (x["slack_tiles"] >= max(tiles)) == (selection.slack_tiles >= max(tiles))]
-    elif row.batch > 1 or selection.ctas > selection.cluster_size * output_tiles:
-        total, groups = sum(tiles) * output_tiles, selection.ctas
-        groups = min(groups, max(16 * row.batch * output_tiles, total * tile_tokens // 512), total)
-        is_even = -(-max(tiles) // selection.cluster_size) <= total // groups + selection.slack_tiles
+    elif row.batch > 1:
+        total = sum(tiles) * row.kv_heads * selection.row_tiles
+        is_even = (
+            -(-max(tiles) // selection.cluster_size) <= total // min(selection.ctas, total) + selection.slack_tiles
+        )
         found = [x for x in found if (x["slack_tiles"] > 0) == is_even]
     return float(min(launch["us"] for launch in found))
 
@@ -82,30 +82,24 @@ def us_of(selection: DecodeSelection, row: Row, launches: list[dict[str, Any]]) 
 def chosen_us() -> dict[str, dict[int, float]]:
     """What is chosen for each bound of the rows of one query token that were measured on an H100, as measured."""
     measured = expanded(read("launch_choice_h100.json"))
-    device = replace(H200, name=measured["environment"]["gpu"]["name"])
+    device = device_of(measured)
     every: dict[str, dict[int, float]] = {}
     for record in measured["rows"]:
         row = Row.read({name: value for name, value in record.items() if name != "launches"})
         if row.kv_heads and row.q_len == 1:
-            for bound in row.bounds:
+            # The kernels measured cut a single request by its length, which those of the release do not yet.
+            for bound in row.bounds if row.batch > 1 else [bound for bound in row.bounds if bound <= 16384]:
                 (made,) = select_decode(KERNELS, shape_of(row, bound), device)
                 every.setdefault(row.name, {})[bound] = us_of(made, row, record["launches"])
     return every
 
 
-def test_no_bound_up_to_16384_costs_much_beside_the_others(chosen_us: dict[str, dict[int, float]]) -> None:
-    up_to = {name: [us for bound, us in times.items() if bound <= 16384] for name, times in chosen_us.items()}
-    most = {name: max(times) - min(times) for name, times in up_to.items() if times}
-    assert [name for name, us in most.items() if us > max(0.05 * min(up_to[name]), 0.7)] == []
-
-
-def test_a_bound_of_131072_costs_a_single_request_of_few_heads_at_most_a_microsecond(
+def test_no_bound_up_to_16384_costs_a_row_of_one_query_token_more_than_5_percent_and_0_7_us_on_an_h100(
     chosen_us: dict[str, dict[int, float]],
 ) -> None:
-    alone = {name: times for name, times in chosen_us.items() if " 1x" in name and {16384, 131072} <= set(times)}
-    lost = {name: times[131072] - times[16384] for name, times in alone.items()}
-    assert max(lost.values()) <= 1.0
-    assert lost["8/1 d128 bf16 1x16384"] < -4.0
+    lost = {name: max(times.values()) - min(times.values()) for name, times in chosen_us.items()}
+    assert len(lost) > 250
+    assert [name for name, us in lost.items() if us > max(0.05 * min(chosen_us[name].values()), 0.7)] == []
 
 
 def costly(measured: dict[str, Any]) -> list[str]:

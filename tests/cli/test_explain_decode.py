@@ -87,7 +87,7 @@ def test_a_gpu_that_was_not_calibrated_says_whose_constants_it_has(
 ) -> None:
     out = " ".join(run(capsys, *arguments, "--sm", 90, "--gpu", "NVIDIA H100 80GB HBM3").split())
     assert "launches on NVIDIA H200" in out
-    assert "here with 3 TB/s, as on H100 no launch was measured" in out
+    assert "here with 3 TB/s, as none on an H100 is in the fit" in out
 
 
 def test_why_a_kernel_does_not_fit_is_in_the_json(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:

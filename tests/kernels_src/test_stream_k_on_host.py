@@ -46,14 +46,6 @@ class Problem:
         short = 0 if self.mla else -(-tiles // (CONSTANTS.decode_short_split_tokens // TILE))
         return min(self.splits, max(long, min(CONSTANTS.decode_short_splits, short)))
 
-    def groups_worth_merging(self, total: int) -> int:
-        """CTA groups with which output tiles have up to 16 splits, or more of at least 512 keys (MLA: two tiles)."""
-        if self.splits:
-            return self.cta_groups
-        row_tiles = self.row_tiles(max(self.q_lens))
-        of_request = -(-self.kv_heads * row_tiles // self.cta_group_size)
-        return max(16 * len(self.kv_lens) * of_request, total // (2 if self.mla else 512 // TILE))
-
     def values(self, arrays: HostArrays) -> dict[str, object]:
         q_cu_seq_lens = np.array([0, *accumulate(self.q_lens)], np.int32)
         values: dict[str, object] = {
@@ -111,7 +103,7 @@ def expected(problem: Problem) -> dict[tuple[int, int], list[list[int]]]:
     space = list(tile_groups(problem))
     total = sum(tiles for _, _, tiles in space)
     longest = max(tiles_of(problem, kv_len) for kv_len in problem.kv_lens)
-    groups = min(problem.cta_groups, total, problem.groups_worth_merging(total))
+    groups = min(problem.cta_groups, total)
     begins = [c * total // groups for c in range(groups)]
     offset = 0
     for request, number, tiles in space:
@@ -176,11 +168,6 @@ PROBLEMS = {
     "whole output tiles": whole(decode((300, 64, 0, 200, 310, 5), (1, 8, 1, 0, 2, 1), 2, 7), 5),
     "a CTA group for each half of an output tile": whole(decode((128,) * 6, (1,) * 6, 4, 12), 2),
     "whole output tiles of MLA": whole(mla((100, 200, 300) * 9, (1, 2, 1) * 9, 2, 11), 5),
-    "a request too short for all CTAs": decode((3_000,), (1,), 4, 30),
-    "splits of eight tiles each": decode((9_999,), (1,), 4, 30),
-    "two requests too short for all CTAs": decode((3_000, 64), (2, 2), 2, 132),
-    "a request too short for all CTAs of MLA": mla((3_000,), (1,), 1, 132),
-    "splits of two tiles each": mla((4_000,), (1,), 1, 132),
     "one key tile too many for whole output tiles": whole(decode((300, 321), (1, 1), 1, 3), 5),
 }
 
@@ -218,8 +205,7 @@ def in_clusters(size: int, kv_lens: tuple[int, ...], slack_tiles: int, clusters:
         in_clusters(4, (100, 0, 130), 0, clusters=7),
         in_clusters(2, (1_500, 200, 1_000), 6),
         in_clusters(1, (300, 64, 0), 5),
-        in_clusters(8, (30_000,), 0),
-        in_clusters(8, (6_000,), 7, clusters=16),
+        in_clusters(8, (30_000,), 0, clusters=3),
     ],
 )
 def test_a_cluster_takes_an_output_tile_where_requests_are_even(
@@ -240,8 +226,6 @@ def test_a_cluster_takes_an_output_tile_where_requests_are_even(
         in_clusters(2, (30_000, 300, 300), 3),
         in_clusters(2, (1_500, 200, 1_000), 4),
         in_clusters(4, (5_000, 64), 8, clusters=9),
-        in_clusters(8, (20_000,), 0, clusters=3),
-        in_clusters(8, (6_400,), 6, clusters=16),
     ],
 )
 def test_clusters_share_the_tile_space_where_one_request_is_long(

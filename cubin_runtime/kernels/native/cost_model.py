@@ -66,7 +66,7 @@ class Costs:
         """What the constants were fitted to; and what of them is this GPU's, where another was measured."""
         if self.gpu in self.calibration.device:
             return str(self.calibration)
-        return f"{self.calibration}; here with {self.read_tb_per_s:g} TB/s, as on {self.gpu} no launch was measured"
+        return f"{self.calibration}; here with {self.read_tb_per_s:g} TB/s, as none on an {self.gpu} is in the fit"
 
     def kernel_us(
         self, item_bytes: int, head_dim: int, rows: int, resident: int, q_item_bytes: int = 2, segments: bool = False

@@ -50,9 +50,7 @@ struct DecodeTiling : Splits {
 
     DEVICE static int cta_group(const Params&) { return blockIdx.z * gridDim.x + blockIdx.x; }
     DEVICE static int cta_rank(const Params&) { return blockIdx.y; }
-    DEVICE static int cta_groups(const Params& p, int total) {
-        return stream_k::cta_groups_worth_merging<DecodeTiling>(p, gridDim.z * gridDim.x, total, 512 / TILE_TOKENS);
-    }
+    DEVICE static int cta_groups(const Params&) { return gridDim.z * gridDim.x; }
 
     DEVICE static int tile_groups(const Params& p, const Request& r) { return p.head_groups * r.row_tiles; }
 
@@ -74,7 +72,6 @@ struct DecodeTiling : Splits {
 #endif
 
     DEVICE static int max_row_tiles(const Params& p) { return (min(p.q_len * p.group, p.max_rows) + ROWS - 1) / ROWS; }
-    DEVICE static int max_tile_groups(const Params& p) { return p.batch * p.head_groups * max_row_tiles(p); }
 
     DEVICE static int output_tile_index(const Params& p, const WorkTile& work, int row_tiles) {
         return (work.request.index * row_tiles + work.row_tile) * p.kv_heads + work.rows.head;
@@ -176,13 +173,11 @@ DEVICE WorkRange cluster_work_range(const Params& p) {
     return range;
 }
 
-// Every warp finds the work range by itself. A single request needs no look at the lengths, unless the grid has more
-// clusters than its row tiles: those divide the tile space where the request is long.
+// Every warp finds the work range by itself. A single request needs no look at the lengths of others.
 DEVICE WorkRange find_work_range(const Params& p) {
     WorkRange range;
     range.cta_groups = 0;
-    const bool has_choice = p.batch > 1 || static_cast<int>(gridDim.z) > DecodeTiling::max_row_tiles(p);
-    if (p.cluster_size_log2 < 0 || has_choice) range = stream_k::find_work_range<DecodeTiling>(p);
+    if (p.cluster_size_log2 < 0 || p.batch > 1) range = stream_k::find_work_range<DecodeTiling>(p);
     if (range.cta_groups == 0) range = cluster_work_range(p);
     return range;
 }

@@ -18,12 +18,6 @@ SEGMENTS = "segments"
 # A CTA may have so many keys beyond an equal share if then no output tile is split: that costs less than a merge. With
 # few output tiles there would be CTAs without work. Clusters save the merge through memory altogether.
 _SLACK_TOKENS, _FEW_SLACK_TOKENS, _CLUSTER_SLACK_TOKENS = 1024, 256, 2048
-# The same for the clusters of a single request, where others wait to divide its keys. There are others above a bound,
-# as looking at the length takes time too, if that makes so many times as many, and with kernels of few rows, whose
-# partials are small.
-_ALONE_SLACK_TOKENS, _ALONE_TOKENS, _ALONE_TIMES, _ALONE_ROWS = 320, 16384, 4, 8
-# As in the kernels: an output tile has more than so many splits only if each has so many keys.
-_MANY_SPLITS, _SPLIT_TOKENS = 16, 512
 # Keys of requests below the bound, for which a launch is chosen too.
 _SHORTER_TOKENS = (128, 1024)
 # One cluster in so many may idle so that, where requests are long, ranges end at boundaries of output tiles.
@@ -156,8 +150,6 @@ def grids_of(tiling: Tiling, extent: Extent, shape: DecodeShape, device: DeviceF
     units = output_tiles * (tiling.splits or tiling.tiles)
     on_borders = not shape.ragged and (tiling.segments or not shape.batch_invariant)
     grids = _cluster_grid(tiling, shape, device)
-    if _has_enough_clusters(grids, extent, shape):
-        return grids
     for resident in range(1, tiling.resident + 1):
         if resident > 1 and units <= (resident - 1) * multiprocessors:
             break
@@ -181,18 +173,11 @@ def grids_of(tiling: Tiling, extent: Extent, shape: DecodeShape, device: DeviceF
     return grids
 
 
-def _has_enough_clusters(grids: list[Grid], extent: Extent, shape: DecodeShape) -> bool:
-    """Whether a single request gains nothing from other grids: up to a bound, or with clusters that divide its keys."""
-    if shape.batch > 1 or not grids or grids[0].cluster_size < CONSTANTS.decode_max_cluster_ctas:
-        return False
-    return shape.kv_tokens(1) <= _ALONE_TOKENS or grids[0].ctas > grids[0].cluster_size * extent.output_tiles
-
-
 def _cluster_grid(tiling: Tiling, shape: DecodeShape, device: DeviceFacts) -> list[Grid]:
     """As many CTAs per output tile as make one wave with one CTA on each multiprocessor; empty if that does not fit.
 
     The lengths decide on the device whether clusters take the output tiles: where a request is far longer than others,
-    or a single one has many keys, the same CTAs divide the tile space.
+    the same CTAs divide the tile space.
     """
     row_tiles, tiles, multiprocessors = tiling.row_tiles, tiling.tiles, device.multiprocessors
     output_tiles = shape.batch * row_tiles * shape.kv_heads
@@ -210,12 +195,8 @@ def _cluster_grid(tiling: Tiling, shape: DecodeShape, device: DeviceFacts) -> li
         most = (multiprocessors if splits == 1 else places) // (splits * shape.kv_heads)
         whole = most // clusters * clusters
         clusters = max(clusters, whole if (most - whole) * _CLUSTER_IDLE_SHARE <= most else most)
-    slack = _CLUSTER_SLACK_TOKENS // tiling.tile_tokens
-    if shape.batch == 1 and splits > 1 and tiling.rows <= _ALONE_ROWS and shape.kv_tokens(1) > _ALONE_TOKENS:
-        most = places // (splits * shape.kv_heads)
-        if most >= _ALONE_TIMES * clusters:
-            clusters, slack = most, _ALONE_SLACK_TOKENS // tiling.tile_tokens
     ctas = splits * shape.kv_heads * clusters
+    slack = _CLUSTER_SLACK_TOKENS // tiling.tile_tokens
     return [Grid(ctas, 1, shape.kv_heads, row_tiles, output_tiles * tiles, splits, slack)]
 
 
@@ -226,23 +207,22 @@ def estimate_of(tiling: Tiling, extent: Extent, grid: Grid, shape: DecodeShape, 
     """
     output_tiles, splits = extent.output_tiles, tiling.splits
     all_tiles = output_tiles * tiles
-    in_clusters = _takes_clusters(tiling, extent, grid, shape, tiles)
-    ctas = _dividing_ctas(tiling, extent, grid, tiles)
-    output_tiles_per_cta, active = -(-output_tiles // ctas), min(ctas, all_tiles)
+    output_tiles_per_cta, active = -(-output_tiles // grid.ctas), min(grid.ctas, all_tiles)
+    in_clusters = _takes_clusters(grid, shape, all_tiles, tiles)
     if in_clusters:
         splits, active = min(tiles, grid.cluster_size), min(all_tiles, output_tiles * grid.cluster_size)
         tiles_per_cta = -(-tiles // grid.cluster_size)
-    elif splits and not (tiling.segments and output_tiles % ctas == 0):
-        tiles_per_cta = -(-output_tiles * splits // ctas) * -(-tiles // splits)
+    elif splits and not (tiling.segments and output_tiles % grid.ctas == 0):
+        tiles_per_cta = -(-output_tiles * splits // grid.ctas) * -(-tiles // splits)
     elif tiles <= grid.slack_tiles:
-        splits, tiles_per_cta, active = 1, output_tiles_per_cta * tiles, min(ctas, output_tiles)
+        splits, tiles_per_cta, active = 1, output_tiles_per_cta * tiles, min(grid.ctas, output_tiles)
     else:
         # If requests are as long as their bound, a CTA group may have whole output tiles, or an equal part of one.
         # Otherwise its range begins and ends within output tiles.
-        groups, blocks = ctas // grid.cta_group_size, output_tiles // grid.cta_group_size
+        groups, blocks = grid.ctas // grid.cta_group_size, output_tiles // grid.cta_group_size
         even = not shape.ragged and not (blocks % groups and groups % blocks)
-        splits = min(tiles, -(-ctas // output_tiles) + (0 if even else 1))
-        tiles_per_cta = -(-all_tiles // ctas)
+        splits = min(tiles, -(-grid.ctas // output_tiles) + (0 if even else 1))
+        tiles_per_cta = -(-all_tiles // grid.ctas)
         output_tiles_per_cta = min(tiles_per_cta, output_tiles_per_cta + (0 if even else 1))
     kv_heads_read = extent.requests * shape.kv_heads
     return tiling.paces[grid.resident - 1].estimate(
@@ -277,22 +257,10 @@ def _slack_tiles(tiling: Tiling, extent: Extent, ctas: int) -> int:
     return (_FEW_SLACK_TOKENS if few else _SLACK_TOKENS) // tiling.tile_tokens
 
 
-def _takes_clusters(tiling: Tiling, extent: Extent, grid: Grid, shape: DecodeShape, tiles: int) -> bool:
-    """Whether each output tile, of so many KV tiles, has a cluster: as the kernel decides it."""
-    size, output_tiles = grid.cluster_size, extent.output_tiles
-    if not size or (shape.batch == 1 and grid.ctas == size * output_tiles):
-        return size > 0
-    share = output_tiles * tiles // _dividing_ctas(tiling, extent, grid, tiles)
-    return -(-tiles // size) <= share + grid.slack_tiles
-
-
-def _dividing_ctas(tiling: Tiling, extent: Extent, grid: Grid, tiles: int) -> int:
-    """The CTAs that divide the tile space where output tiles have so many KV tiles: as the kernel decides it."""
-    output_tiles, size = extent.output_tiles, grid.cta_group_size
-    if tiling.splits or _MANY_SPLITS * output_tiles >= grid.ctas:
-        return grid.ctas
-    worth = output_tiles * tiles // size * tiling.tile_tokens // _SPLIT_TOKENS
-    return min(grid.ctas, max(_MANY_SPLITS * output_tiles, worth * size))
+def _takes_clusters(grid: Grid, shape: DecodeShape, all_tiles: int, longest: int) -> bool:
+    """Whether each output tile has a cluster, where the longest has so many KV tiles: as the kernel decides it."""
+    size = grid.cluster_size
+    return size > 0 and (shape.batch == 1 or -(-longest // size) <= all_tiles // grid.ctas + grid.slack_tiles)
 
 
 def splits_of(tiling: Tiling, grid: Grid, shape: DecodeShape) -> int:

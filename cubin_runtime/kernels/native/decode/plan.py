@@ -129,9 +129,8 @@ def _launch(
 
 def _regions(selection: DecodeSelection, problem: DecodeProblem, suffix: str) -> tuple[Region, ...]:
     """An output tile is one row tile of a request and KV head."""
+    alone = selection.cluster_size and problem.batch == 1  # its clusters always merge in their shared memory
     output_tiles = problem.batch * selection.row_tiles * problem.kv_heads
-    # The clusters of a single request always merge in their shared memory, unless there are more than its row tiles.
-    alone = problem.batch == 1 and selection.ctas == selection.cluster_size * output_tiles
     rows = int(selection.kernel.traits["rows"])
     ctas = 0 if alone else selection.ctas
     slots = ctas * selection.splits if selection.kernel.traits["arithmetic"] == SEGMENTS else None
