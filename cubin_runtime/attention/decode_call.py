@@ -195,8 +195,10 @@ def check_kv_scales(tensors: CallTensors, kv_dtype: str, batch: int, kv_heads: i
     """Check the scales of keys and values that are tensors."""
     for name in KV_SCALES:
         scale = tensors.get(name)
+        if scale is None:
+            continue
         check_shape(name, scale, (1,), (kv_heads,), (batch, kv_heads))
-        if scale is not None and kv_dtype != E4M3:
+        if kv_dtype != E4M3:
             raise UsageError(f"{name}: a tensor with {kv_dtype} keys and values, expected a number or None")
 
 

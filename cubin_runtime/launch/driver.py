@@ -115,7 +115,7 @@ class Driver:
             DriverCallError: it returned anything but success.
             DriverLibraryError: libcuda cannot be opened or has no such function.
         """
-        code = self.function(name)(*arguments)
+        code = (self._functions.get(name) or self._resolve(name))(*arguments)
         if code:
             raise self.error(name, code)
 

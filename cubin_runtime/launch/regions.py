@@ -49,7 +49,7 @@ def place_regions(what: str, address: int, nbytes: int, needed: Sequence[Region]
     addresses: dict[str, int] = {}
     at = address
     for region in needed:
-        at = _round_up(at, region.alignment)
+        at = (at + region.alignment - 1) // region.alignment * region.alignment
         addresses[region.name] = at
         at += region.nbytes
     return addresses
@@ -58,9 +58,5 @@ def place_regions(what: str, address: int, nbytes: int, needed: Sequence[Region]
 def _end(start: int, regions: Sequence[Region]) -> int:
     at = start
     for region in regions:
-        at = _round_up(at, region.alignment) + region.nbytes
+        at = (at + region.alignment - 1) // region.alignment * region.alignment + region.nbytes
     return at
-
-
-def _round_up(value: int, to: int) -> int:
-    return (value + to - 1) // to * to
