@@ -36,8 +36,10 @@ def _reports(results: Path, *names: str) -> list[Report]:
 
 
 def _decode(results: Path) -> str:
-    newest, planned, methods = _reports(results, "decode", "engine_regime", "method_check")
+    names = ("decode", "decode_groups", "engine_regime", "method_check")
+    newest, groups, planned, methods = _reports(results, *names)
     parts = [*summary.slower(newest), page.figures(newest)]
+    parts += ["### Groupings and batch invariance", page.figures(groups, pictures=False)]
     parts += [*regime.planned(planned), *regime.other_methods(methods), *_profiled(results, "decode")]
     return explained("\n\n".join(parts))
 

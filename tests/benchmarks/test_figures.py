@@ -95,7 +95,7 @@ def test_the_table_of_l2_policies_has_a_line_for_each_family_and_what_the_kernel
     assert "An `evict_normal` hint was faster than none in 1 of 2 rows: a prompt (0.909, rounds 15% apart)." in text
 
 
-@pytest.mark.parametrize("name", ["decode", "mla", "decode_h100", "mla_h100"])
+@pytest.mark.parametrize("name", ["decode", "decode_groups", "mla", "decode_h100", "mla_h100"])
 def test_no_row_is_faster_than_reading_alone_in_the_same_sequence(name: str) -> None:
     rows = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
     assert [row["label"] for row in rows if row["ours"]["us"] < row["read_alone_us"]] == []
