@@ -32,8 +32,8 @@ def ready(hopper: Runtime, monkeypatch: pytest.MonkeyPatch) -> Any:
     return start(monkeypatch)
 
 
-def start(monkeypatch: pytest.MonkeyPatch, drafts: int | None = None) -> Any:
-    """A layer after the engine's start: it measured its memory, made its cache, and ran its sampler once."""
+def measured(monkeypatch: pytest.MonkeyPatch, drafts: int | None = None) -> Any:
+    """A layer while the engine measures its memory, running the model without metadata and without a cache."""
     config = SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_seqs=REQUESTS, max_num_batched_tokens=TOKENS),
         model_config=SimpleNamespace(max_model_len=MAX_LEN),
@@ -43,10 +43,19 @@ def start(monkeypatch: pytest.MonkeyPatch, drafts: int | None = None) -> Any:
     where = "cubin_runtime.integrations.vllm.backend.get_current_vllm_config_or_none"
     monkeypatch.setattr(where, lambda: config)
     made = layer(BACKEND)
-    for kv_cache in (torch.empty(0, dtype=BF16), cache()):
-        query = queries(TOKENS)
-        out = torch.ones(TOKENS, HEADS, DIM, dtype=BF16)
-        assert made.forward(None, query, None, None, kv_cache, None, out).count_nonzero() == 0
+    run_dummy(made, torch.empty(0, dtype=BF16))
+    return made
+
+
+def run_dummy(made: Any, kv_cache: Any) -> None:
+    out = torch.ones(TOKENS, HEADS, DIM, dtype=BF16)
+    assert made.forward(None, queries(TOKENS), None, None, kv_cache, None, out).count_nonzero() == 0
+
+
+def start(monkeypatch: pytest.MonkeyPatch, drafts: int | None = None) -> Any:
+    """A layer after the engine's start: it measured its memory, made its cache, and ran its sampler once."""
+    made = measured(monkeypatch, drafts)
+    run_dummy(made, cache())
     return made
 
 
@@ -113,6 +122,17 @@ def test_a_kernel_that_is_not_loaded_is_none_of_those_that_steps_use(ready: Any,
     for requests in range(1, REQUESTS + 1):
         run(ready, step([1] * requests, [MAX_LEN] * requests), cache())
     run(ready, step([TOKENS], [TOKENS]), cache())
+
+
+def test_scratch_is_there_when_vllm_measures_its_memory_and_so_leaves_fewer_blocks(
+    hopper: Runtime, standin: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = hopper.driver.memory_info()[0]
+    made = measured(monkeypatch)
+    assert hopper.driver.memory_info()[0] < before
+    allocations = len(standin.calls("cuMemAlloc"))
+    run_dummy(made, cache())
+    assert len(standin.calls("cuMemAlloc")) == allocations
 
 
 def test_launches_share_one_scratch(ready: Any, standin: StandIn) -> None:
