@@ -132,7 +132,7 @@ def drafts(run: Run) -> None:
 def refusals(run: Run) -> None:
     """What is refused at start: the line of the engine's log that says why."""
     asked: dict[str, tuple[str, dict[str, Any]]] = {
-        "fp8 cache": ("llama", {"kv_cache_dtype": "fp8"}),
+        "e5m2 cache": ("llama", {"kv_cache_dtype": "fp8_e5m2"}),
         "KV connector": (
             "llama",
             {"kv_transfer_config": {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}},
