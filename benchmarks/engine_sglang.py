@@ -121,7 +121,7 @@ def refusals(run: Run) -> None:
         {
             "hierarchical cache": ("llama", {"enable_hierarchical_cache": True}),
             "a page of one token": ("llama", {"page_size": 1}),
-            "fp8 cache": ("llama", {"kv_cache_dtype": "fp8_e4m3"}),
+            "e5m2 cache": ("llama", {"kv_cache_dtype": "fp8_e5m2"}),
             "trees of draft tokens": ("llama", trees),
         }
     )
