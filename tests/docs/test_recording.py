@@ -12,7 +12,6 @@ from native_release import entry_of
 from pages import ROOT
 from releases import make_release
 
-from cubin_runtime import __version__
 from cubin_runtime._version import KERNELS_VERSION
 from cubin_runtime.artifacts.pins.pin import BUILTIN_PINS, parse_pins
 from tools.record_terminal import EXPLAINED, Shown, picture, record
@@ -39,8 +38,8 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> list[Shown]:
     table = json.dumps({"schema": 1, "release": NAME, "kernels": [entry_of(kernel) for kernel in HOPPER]})
     files = {"kernels.json": table.encode(), "fmha/one_sm90a.cubin": bytes(64), "fmha/two_sm90a.cubin": bytes(65)}
     made = make_release(place / "tree", files, NAME, NAME)
-    pins = made.pin_file.read_text()
-    made.pin_file.write_text(re.sub("^abi = .*\n", "", pins, flags=re.MULTILINE) + f'abi = "hopper-{__version__}"\n')
+    pins = re.sub("^abi = .*\n", "", made.pin_file.read_text(), flags=re.MULTILINE)
+    made.pin_file.write_text(f'{pins}abi = "hopper-{KERNELS_VERSION}"\n')
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUBIN_RUNTIME_PINS", str(made.pin_file))
         return record(made.root, NAME, f"{EXPLAINED} --release {NAME}")
