@@ -74,7 +74,7 @@ def transformers(report: Report) -> str:
 
 def _flash(report: Report) -> str:
     """Where FlashAttention-3 came from."""
-    if not report.get("flash_attention_3"):
+    if not any("flash_attention_3" in row["ratios"] for row in report["steps"]):
         return ""
     return (
         " FlashAttention-3 is that of vLLM 0.26.0, whose build takes requests by their lengths alone and appends "

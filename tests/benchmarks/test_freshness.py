@@ -42,7 +42,7 @@ WHOLE = {
     "results/mla": ("profile", ("rows",)),
     "results/prefill": ("prefill_profile", ("rows",)),
 }
-WITHOUT_CUBINS = ("context_parallel", "transformers", "results/serving")
+WITHOUT_CUBINS = ("context_parallel", "results/serving")
 OVERVIEW = ("decode", "mla", "prefill", "host_cost")
 RELEASED = "0000"
 
@@ -125,6 +125,12 @@ def test_the_overview_and_the_readme_cite_rows_of_the_release_alone(tmp_path: Pa
     assert lines.count("in sequences of layers 2.00 to 2.00 times") == len(OVERVIEW) - 1
     assert "up to 200% of the read bandwidth" in lines
     assert headlines(results).startswith("| figure | what was measured | details |\n| --- | --- | --- |\n| **200% of")
+
+
+def test_steps_of_transformers_that_are_not_of_the_release_are_said_to_be_of_an_earlier_one() -> None:
+    steps = json.loads((RESULTS / "transformers.json").read_text())["steps"]
+    fresh = all(is_fresh(row, pinned(RESULTS)) for row in steps)
+    assert (EARLIER in (DOCS / "transformers.md").read_text()) is not fresh
 
 
 @pytest.mark.parametrize(
