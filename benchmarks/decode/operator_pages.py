@@ -29,6 +29,23 @@ def copying(report: Report) -> str:
     )
 
 
+def draft_tokens(report: Report) -> str:
+    """What verifying 8 to 64 draft tokens takes, beside context attention."""
+    if not report:
+        return NOT_MEASURED
+    cases = {row["case"]: row["us"] for row in report["rows"]}
+    heads = "32/8 heads"
+    lengths = [int(case.rpartition(" ")[2]) for case in cases if case.startswith(f"context {heads} q_len")]
+    names = (f"bf16 {heads} q_len {{}}", f"bf16 {heads} q_len {{}} invariant", f"context {heads} q_len {{}}")
+    lines = [(str(n), *(f"{cases[name.format(n)] / 1000:.2f} ms" for name in names)) for n in lengths]
+    head = ("query tokens", "decode", "with `batch_invariant`", "context attention, which takes no mask")
+    where = f"{report['environment']['gpu']['name']}, {report['environment']['date'][:10]}"
+    what = (
+        f"{report['batch']} requests of {report['keys']:,} keys, 32 query heads over 8 KV heads of head_dim 128, bf16"
+    )
+    return f"{where}. {what}.\n\n{table(head, lines)}"
+
+
 def invariance(report: Report) -> str:
     """What batch_invariant costs."""
     if not report:

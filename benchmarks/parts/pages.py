@@ -26,7 +26,7 @@ from decode.tables import NOT_MEASURED, Report, report_of
 from prefill import page as prefill_page
 
 from kernels_src.variants import GROUP_L2_POLICY, L2_POLICIES, LOAD_FUNCTION
-from parts import engines_page
+from parts import engines_page, fetch_page
 
 
 def _reports(results: Path, *names: str) -> list[Report]:
@@ -147,6 +147,8 @@ PAGES: Mapping[str, Callable[[Path], str]] = MappingProxyType(
         "several_gpus": _several,
         "flashinfer": lambda results: client_pages.flashinfer(report_of(results / "flashinfer_tests.json")),
         "transformers": _transformers,
+        "results/fetching": lambda results: fetch_page.figures(report_of(results / "fetch.json")),
+        "speculative": _earlier(operator_pages.draft_tokens, "drafts"),
         "results/serving": _earlier(serving_page.figures, "serving"),
     }
 )
