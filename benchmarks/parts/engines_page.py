@@ -260,8 +260,8 @@ WORDS = {
     "tokens": "Random weights; 32 prompts of 1 to 3,500 tokens, 48 greedy tokens each: mean error of the chosen "
     "token's logprob beside float32.",
     "deterministic": "Logprobs of a request alone, and among other requests.",
-    "drafts": "Prompts that repeat themselves, 128 new tokens each; which draft tokens hold depends on the tokens, and so "
-    "on the rounding of each backend.",
+    "drafts": "Prompts that repeat themselves, 128 new tokens each; which draft tokens hold depends on the tokens, "
+    "and so on the rounding of each backend.",
     "server": "24 streaming clients at once, 64 tokens each: median time to the first token.",
     "host": "Eager steps of decodes, 32 layers: median of the rounds.",
     "readiness": "What each next 500 requests of 1 to 900 tokens caused.",
