@@ -40,7 +40,7 @@ def figures(report: Report) -> str:
         (
             f"{machine['cores']} cores ({machine['cpu']}), shared with other work (one-minute load {min(loads):.1f} to "
             f"{max(loads):.1f}); {report['date'][:10]}. Medians of {len(report['rounds'])} rounds, both clients "
-            f"fetched {versions['files']:,} files, {versions['bytes'] / 1e9:.2f} GB.{_aged(report)}",
+            f"fetched {versions['files']:,} files, {versions['bytes'] / 1e9:.2f} GB.{_said(report)}",
             table(("", versions["peer"].replace("==", " "), "cubin-runtime"), lines),
             f"Threads in one process take {pools['threads_over_processes']:.2f} times as long as worker processes "
             f"({min(threads):.1f} to {max(threads):.1f} s against {min(processes):.1f} to {max(processes):.1f} s, "
@@ -62,8 +62,9 @@ def _faster(medians: Report, run: str) -> str:
     return f"{_seconds(ours)} ({other / ours:.2f} times faster)"
 
 
-def _aged(report: Report) -> str:
-    """What was measured at another time than the rounds."""
+def _said(report: Report) -> str:
+    """At which priority it was measured, and what at another time than the rounds."""
     parts = report.get("measured_apart", {})
     said = "; ".join(f"{part.replace('_', ' ')}: {one['date'][:10]}" for part, one in parts.items())
-    return f" Measured at other times: {said}." if said else ""
+    apart = f" Measured at other times: {said}." if said else ""
+    return (f" {report['priority'][0].upper()}{report['priority'][1:]}." if "priority" in report else "") + apart

@@ -15,7 +15,8 @@ def draw(report: Mapping[str, Any], image: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(5.8, 4.2), layout="constrained")
-    styles = {"ours": ("cubin-runtime", "o-", "#1f6fb4"), "peer": (report["versions"]["peer"], "s--", "#8a8a8a")}
+    beside = report.get("measured_apart", {}).get("throughput", report["versions"])["peer"]
+    styles = {"ours": ("cubin-runtime", "o-", "#1f6fb4"), "peer": (beside, "s--", "#8a8a8a")}
     for side, (label, style, color) in styles.items():
         points = report["throughput"][side]
         jobs = [point["jobs"] for point in points]
