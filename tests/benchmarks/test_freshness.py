@@ -19,7 +19,7 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from parts.pages import PAGES
 
 from benchmarks.decode import mla_page, page, regime
-from benchmarks.decode.freshness import EARLIER, LEGEND, MARK, NAMES, explained, is_fresh, marked
+from benchmarks.decode.freshness import EARLIER, LEGEND, MARK, NAMES, explained, is_fresh, marked, pinned
 from cubin_runtime.artifacts.pins.pin import BUILTIN_PINS, parse_pins
 from tools.readme_figures import headlines
 
