@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from .cases import DecodeCase, mla_case, paged_case
     from .compare import assert_attention_close, assert_lse_close
     from .cubin_under_test import CubinUnderTest
-    from .device import Device, missing_device, on_first_device
+    from .device import Device, missing_device
+    from .first_device import on_first_device
     from .graph_driver import GraphDriver
     from .standin import StandIn, build_standin
     from .standin_device import StandInDevice
@@ -30,7 +31,7 @@ _MODULES = {
     "from_bits": "values",
     "missing_device": "device",
     "mla_case": "cases",
-    "on_first_device": "device",
+    "on_first_device": "first_device",
     "paged_case": "cases",
     "to_bits": "values",
 }

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex, TypeVar
 
 import numpy as np
@@ -174,50 +171,3 @@ def missing_device(driver: Driver) -> str:
         return "" if driver.device_count() else "needs a CUDA device: the driver sees none"
     except CubinRuntimeError as error:
         return f"needs a CUDA device: {error}"
-
-
-def on_first_device(main: Callable[[Device], None]) -> None:
-    """Run an example on the first GPU, with a default runtime that uses its driver.
-
-    Without a GPU it runs on the stand-in driver, as an H200: everything up to the launches happens, launches are
-    checked and recorded, and kernels compute nothing.
-
-    Raises:
-        SystemExit: there is neither a GPU nor what the stand-in is built from, or the kernels are not available; with
-            the message of the error and what to do.
-    """
-    from ..attention import Runtime, set_default_runtime
-    from .graph_driver import GraphDriver
-
-    driver = GraphDriver()
-    try:
-        if why := missing_device(driver):
-            _on_standin(main, why.removeprefix("needs a CUDA device: "))
-            return
-        with Device(driver) as device:
-            set_default_runtime(Runtime(driver=driver))
-            main(device)
-    except CubinRuntimeError as error:
-        raise SystemExit(f"error: {error}") from None
-
-
-def _on_standin(main: Callable[[Device], None], why: str) -> None:
-    from ..attention import Runtime, set_default_runtime
-    from .standin import StandIn, build_standin
-    from .standin_device import StandInDevice
-
-    with tempfile.TemporaryDirectory(prefix="cubin-runtime-") as folder:
-        try:
-            standin = StandIn(build_standin(Path(folder)))
-        except FileNotFoundError as error:
-            need = "a C compiler and pip install 'cubin-runtime[examples]'"
-            raise SystemExit(f"error: no GPU: {why}\n  and no stand-in driver: {error}; it needs {need}") from None
-        standin.reset()
-        print("no GPU: launches go to a stand-in driver, which checks and records them and computes nothing")
-        with StandInDevice(standin) as device:
-            runtime = Runtime(driver=device.driver)
-            with suppress(CubinRuntimeError):  # what needs kernels says itself that there are none
-                for kernel in runtime.native_release().kernels:
-                    standin.add_kernel(kernel.symbol, (kernel.struct_bytes,), kernel.threads)
-            set_default_runtime(runtime)
-            main(device)
