@@ -25,9 +25,7 @@ SCALES = {
     "x": (1,),
 }
 _NUMBER = r"(?<![\d.,])\d(?:[\d,.]*\d)?"
-_FIGURE = re.compile(
-    rf"(?:(?P<low>{_NUMBER}) (?:to|and) )?(?P<high>{_NUMBER})(?P<gap> ?)(?P<unit>{'|'.join(SCALES)})(?![\w/])"
-)
+_FIGURE = re.compile(rf"(?:(?P<low>{_NUMBER}) to )?(?P<high>{_NUMBER})(?P<gap> ?)(?P<unit>{'|'.join(SCALES)})(?![\w/])")
 _GENERATED = re.compile(r"<!-- ([\w]+): begin -->.*?<!-- \1: end -->", re.DOTALL)
 
 
