@@ -34,19 +34,22 @@ def attention_by_pages(
     for b, request in enumerate(host.requests):
         visible = seen(len(request.k), len(request.q), request.mask, case.window_left)
         for queries, row in zip(values_of(case.q_type, request.q), visible, strict=True):
-            out, lse = one_row(case, host, host.page_table[b], queries, np.flatnonzero(row), sinks)
+            out, lse = one_row(case, host, b, queries, np.flatnonzero(row), sinks)
             outs.append(out)
             lses.append(lse)
     bits = bits_of(case.out_type, np.array(outs).reshape(-1, case.q_heads, case.head_dim))
     return bits, np.array(lses, dtype=np.float32).reshape(-1, case.q_heads)
 
 
-def one_row(case, host, pages, queries, keys, sinks):
-    found = pages[..., keys // case.page_size]
+def one_row(case, host, b, queries, keys, sinks):
+    found = host.page_table[b][..., keys // case.page_size]
     assert (found >= 0).all(), "a page that some row sees is not in the table"
     places = zip((host.k, host.v), found if case.separate else (found, found), strict=True)
     k, v = (values_of(case.kv_dtype, cache[at, keys % case.page_size]).astype(np.float64) for cache, at in places)
     assert not np.isnan(k).any(), "a key that some row sees is NaN"
+    if host.kv_scales is not None:
+        shape = case.batch, case.kv_heads
+        k, v = (x * np.broadcast_to(by, shape)[b, :, None] for x, by in zip((k, v), host.kv_scales, strict=True))
     k, v = (np.repeat(cache, case.group, axis=1) for cache in (k, v))
     weights = np.exp(np.einsum("hd,nhd->nh", queries.astype(np.float64), k) * case.softmax_scale)
     total = weights.sum(axis=0)
@@ -195,6 +198,8 @@ def test_the_matrix_covers_every_pair_of_options() -> None:
     def impossible(a: tuple[str, object], b: tuple[str, object]) -> bool:
         if (a[0], b[0]) == ("kv_dtype", "q_dtype"):
             return a[1] != b[1] and a[1] != "e4m3"
+        if (a[0], b[0]) == ("kv_dtype", "kv_scales"):
+            return a[1] != "e4m3" and b[1] != ""
         return ("whole_pages", True) in (a, b) and not {"page_size", "spare_columns"}.isdisjoint((a[0], b[0]))
 
     order = list(values)
