@@ -43,3 +43,12 @@ def figures(report: Report) -> str:
     parts += replays("Cases under 25 us, timed as CUDA graph replays (rotating page tables)", rows)
     parts += failures(rows)
     return "\n\n".join(parts)
+
+
+def beside_flashmla(report: Report) -> str:
+    """The bf16 rows of a run of its own with FlashMLA."""
+    if report.get("schema") != SCHEMA:
+        return ""
+    rows = [row for row in report["rows"] if row["section"] == "bf16"]
+    columns = (TFLOPS, *READING, *peers_of(rows), RATIO, *singles(rows))
+    return "\n\n".join(("## Beside FlashMLA", place(report), *section("bf16 (batch x keys)", rows, columns)))

@@ -45,8 +45,10 @@ def _decode(results: Path) -> str:
 
 
 def _mla(results: Path) -> str:
-    (report,) = _reports(results, "mla")
-    return explained("\n\n".join((*summary.slower(report), mla_page.figures(report), *_profiled(results, "mla"))))
+    report, flashmla = _reports(results, "mla", "mla_flashmla")
+    beside = (mla_page.beside_flashmla(flashmla), *summary.slower(flashmla))
+    own = (*summary.slower(report), mla_page.figures(report))
+    return explained("\n\n".join((*own, *beside, *_profiled(results, "mla"))))
 
 
 def _profiled(results: Path, name: str) -> tuple[str, ...]:
