@@ -6,7 +6,7 @@ from typing import Any
 
 from trtllm_calls import MadeUpMemory, mla_arguments
 
-from cubin_runtime.kernels.native.decode.params import PAGED_DECODE_TMA
+from cubin_runtime.kernels.native.decode.params import PAGED_DECODE_TMA, PAGED_DECODE_TMA_E4M3
 from cubin_runtime.testing import StandIn
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE, PAGES, COLUMNS = 64, 8, 128, 64, 100, 16
@@ -75,4 +75,6 @@ def mla_batch_arguments(memory: MadeUpMemory, **changes: Any) -> dict[str, Any]:
 
 def sent(standin: StandIn) -> dict[str, Any]:
     """The parameters of the last launch, as they arrived."""
-    return PAGED_DECODE_TMA.unpack(bytes.fromhex(standin.calls("cuLaunchKernelEx")[-1].seen["parameter0"]))
+    params = bytes.fromhex(standin.calls("cuLaunchKernelEx")[-1].seen["parameter0"])
+    over_e4m3 = len(params) == PAGED_DECODE_TMA_E4M3.size
+    return (PAGED_DECODE_TMA_E4M3 if over_e4m3 else PAGED_DECODE_TMA).unpack(params)

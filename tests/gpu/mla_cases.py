@@ -110,6 +110,7 @@ class MlaHost:
     q_cu_seq_lens: np.ndarray | None
     mask: np.ndarray | None
     sinks: np.ndarray | None
+    kv_scales: None = None  # MLA decode has none
 
 
 def mla_request(case: MlaCase, rng: np.random.Generator, kv_len: int, q_len: int) -> MlaRequest:
