@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,12 @@ RunJson = Callable[..., tuple[int, dict[str, Any]]]
 @pytest.fixture(autouse=True)
 def without_pins_of_the_user(no_configuration: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(no_configuration))
+
+
+@pytest.fixture(autouse=True)
+def without_logs_of_earlier_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command line sets a handler for its process, on the error stream of the test that ran it."""
+    monkeypatch.setattr(logging.getLogger("cubin_runtime"), "handlers", [])
 
 
 @pytest.fixture

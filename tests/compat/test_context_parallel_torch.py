@@ -9,7 +9,7 @@ import pytest
 from host_tensors import memory_of_host_tensors
 from xqa_calls import sent
 
-from cubin_runtime.attention import Runtime, memory
+from cubin_runtime.attention import Runtime, torch_memory
 from cubin_runtime.attention.reference import paged_decode_reference
 from cubin_runtime.compat import flashinfer
 from cubin_runtime.testing import StandIn
@@ -32,7 +32,7 @@ def runtime(hopper: Runtime, monkeypatch: pytest.MonkeyPatch) -> Runtime:
 def counts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The tensors that calls make, on fast paths too."""
     made: list[Any] = []
-    original = memory.note_made
+    original = torch_memory.note_made
 
     def note_made(tensor: Any, make: Any, sources: Any = ()) -> Any:
         def keeping(*given: Any) -> Any:
@@ -42,7 +42,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         made.append(tensor)
         return original(tensor, keeping, sources)
 
-    monkeypatch.setattr(memory, "note_made", note_made)
+    monkeypatch.setattr(torch_memory, "note_made", note_made)
     return made
 
 
