@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,14 +18,14 @@ LENGTHS = (
 )
 
 
-class Requests:
+class Requests(ABC):
     """Commands to an engine, which are the methods without an underscore."""
 
     started: dict[str, Any]
 
+    @abstractmethod
     def _generate(self, prompts: list[list[int]], new: int, logprobs: int = 0) -> list[dict[str, Any]]:
         """Greedy ``tokens`` of each prompt, and ``logprobs`` where asked for: pairs of a token and its own, by step."""
-        raise NotImplementedError
 
     def _drafted(self) -> dict[str, int]:
         """How many draft tokens were accepted so far, and how many there were; nothing without a drafter."""
@@ -34,9 +35,9 @@ class Requests:
         """What our runtime loaded, allocated, generated and planned so far; nothing where it is another process."""
         return {}
 
+    @abstractmethod
     def stop(self) -> None:
         """End the engine's own processes, if there are any."""
-        raise NotImplementedError
 
     def tokens(self, out: str) -> dict[str, Any]:
         """Greedy tokens of prompts of many lengths, with logprobs, into a file for ``judge.py``."""

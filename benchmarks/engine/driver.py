@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import sys
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from importlib.metadata import version
@@ -122,7 +123,7 @@ class Engine:
         return sorted({name for line in lines for name in line.rpartition("run on ")[2].split(", ")})
 
 
-class Run:
+class Run(ABC):
     """Where models are, where results go, and how much memory a cache may take."""
 
     engine = ours = ""
@@ -146,25 +147,25 @@ class Run:
         keep(self.result, self.path)
         print(json.dumps({key: value for key, value in row.items() if key != "kernels"}), flush=True)
 
+    @abstractmethod
     def peer_of(self, model: str) -> str:
         """The engine's own backend beside ours."""
-        raise NotImplementedError
 
+    @abstractmethod
     def maker(self, options: dict[str, Any], in_process: bool) -> Callable[[], Requests]:
         """What makes an engine in the process that calls it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def options(self, model: str, backend: str, **more: Any) -> dict[str, Any]:
         """Arguments of an engine."""
-        raise NotImplementedError
 
+    @abstractmethod
     def surroundings(self, backend: str) -> dict[str, str]:
         """Variables of an engine's process."""
-        raise NotImplementedError
 
+    @abstractmethod
     def import_engine(self) -> None:
         """Import what every engine needs, before engines are forked."""
-        raise NotImplementedError
 
     def pair(
         self,
