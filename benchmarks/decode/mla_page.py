@@ -33,11 +33,8 @@ def figures(report: Report) -> str:
     def of(name: str) -> list[Row]:
         return [row for row in rows if row["section"] == name]
 
-    both = (TFLOPS, *READING)
-    parts = [place(report)]
-    beside = (*both, *peers_of(of("bf16")), RATIO, *singles(of("bf16")))
-    parts += section("bf16 queries and cache (batch x keys)", of("bf16"), beside)
-    over = (*both, OVER_BF16, *singles(of("fp8")))
+    parts = [place(report), *_beside_others(of("bf16"))]
+    over = (TFLOPS, *READING, OVER_BF16, *singles(of("fp8")))
     parts += section("e4m3 cache, compared with our bf16 kernels (batch x keys)", of("fp8"), over)
     parts += invariance("Batch invariance, bf16 (batch x keys)", of("invariant"))
     parts += replays("Cases under 25 us, timed as CUDA graph replays (rotating page tables)", rows)
@@ -50,5 +47,9 @@ def beside_flashmla(report: Report) -> str:
     if report.get("schema") != SCHEMA:
         return ""
     rows = [row for row in report["rows"] if row["section"] == "bf16"]
+    return "\n\n".join(("## Beside FlashMLA", place(report), *_beside_others(rows)))
+
+
+def _beside_others(rows: list[Row]) -> list[str]:
     columns = (TFLOPS, *READING, *peers_of(rows), RATIO, *singles(rows))
-    return "\n\n".join(("## Beside FlashMLA", place(report), *section("bf16 (batch x keys)", rows, columns)))
+    return section("bf16 queries and cache (batch x keys)", rows, columns)
