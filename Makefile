@@ -56,15 +56,17 @@ test-lowest: .venv-lowest/.ready ## Artifacts and command line with the lowest v
 	    --ignore-glob "tests/cli/test_memory*" --ignore-glob "tests/cli/test_secrets*" \
 	    --ignore-glob "tests/cli/test_failing_calls*"
 
+# One thread each: torch's own threads wait for work in loops, and take the cores from the other processes.
 test-torch: .venv-torch/.ready ## The tests that need torch (its CPU build is enough) or transformers
-	@$(VENV_TORCH) -m pytest -n auto -m torch
+	@OMP_NUM_THREADS=1 $(VENV_TORCH) -m pytest -n auto -m torch
 
 .PHONY: test-engines
 test-engines: .venv-torch/.ready build/engines/.ready ## The plug-ins on three versions each of vLLM and SGLang (1.3 GB, downloaded once)
-	@status=0; for engine in build/engines/vllm-* build/engines/sglang-*; do \
-	    name=$$(basename $$engine); echo "$$name"; \
-	    PYTHONPATH=$$engine:build/engines/site $(VENV_TORCH) -m pytest -q tests/integrations/test_$${name%-*}*.py || status=1; \
-	done; exit $$status
+	@ls -d build/engines/{vllm,sglang}-* | OMP_NUM_THREADS=1 xargs -P "$$(nproc)" -I ENGINE bash -c '\
+	    name=$$(basename ENGINE); status=0; \
+	    output=$$(PYTHONPATH=ENGINE:build/engines/site $(VENV_TORCH) -m pytest -q -p no:cacheprovider \
+	        tests/integrations/test_$${name%-*}*.py 2>&1) || status=$$?; \
+	    printf "%s\n%s\n" "$$name" "$$output"; exit $$status'
 
 build/engines/.ready: tools/stage_engines.py .venv-torch/.ready
 	@$(VENV_TORCH) tools/stage_engines.py --into build/engines
