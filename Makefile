@@ -44,7 +44,7 @@ test: .venv/.ready ## The tests that need no GPU, no torch and no published rele
 	@$(VENV) -m pytest -n auto -m "not torch and not release"
 
 .PHONY: test-private
-test-private: .venv/.ready ## As root: the tests that become another user, from a copy that only root can read
+test-private: .venv/.ready ## As root: tests that switch to another user, from a copy that only root can read
 	@place=$$(mktemp -d); trap 'rm -rf "$$place"' EXIT; umask 077; \
 	    cp -r cubin_runtime tests pyproject.toml "$$place"; cd "$$place"; \
 	    PYTHONPATH=$$place "$(CURDIR)/$(VENV)" -m pytest -q $$(grep -rl --include='test_*.py' as_user=True tests)
@@ -130,7 +130,7 @@ clean: ## Remove everything that make made here, environments included
 	rm -rf venv .venv .venv-docs .venv-lowest .venv-torch build accelerator/build dist ./*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-prerequisites: ## Check what this machine must have, and print the line that installs what lacks
+prerequisites: ## Check what this machine must have, and print the command that installs what is missing
 	@tools/prerequisites.sh "$(PYTHON)"
 
 # The toolchain's packages are 100 MB: they come only if no nvcc of exactly their version is on PATH.

@@ -54,7 +54,7 @@ class TensorView:
 
     @property
     def spec(self) -> TensorSpec:
-        """Its form."""
+        """Its dtype, shape and strides."""
         return TensorSpec(self.dtype, self.shape, self.strides, self.device)
 
     @property

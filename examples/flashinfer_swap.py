@@ -58,7 +58,7 @@ def main(device: Device) -> None:
     try:
         serve(attention, tensors, workspace, case.softmax_scale, case.max_seq_len)
     except CubinRuntimeError as error:
-        print(f"so is a query of another form: {error}")
+        print(f"so is a query of another shape: {error}")
 
 
 if __name__ == "__main__":

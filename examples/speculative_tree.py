@@ -1,4 +1,4 @@
-"""Verify a tree of draft tokens in one decode: each draft sees its ancestors alone, by a mask of 32 bits.
+"""Verify a tree of draft tokens in one decode: each token sees its ancestors alone, by a mask of 32 bits.
 
     pip install "cubin-runtime[kernels,testing]"
     python examples/speculative_tree.py
@@ -21,11 +21,11 @@ TREES = (
     (-1, 0, 1, 2),  # a chain: what a causal mask says
     (-1, 0, 0, 0),
 )
-LENGTHS = (1000, 257, 65)  # keys of each request, its drafts included
+LENGTHS = (1000, 257, 65)  # keys of each request, its draft tokens included
 
 
 def main(device: Device) -> None:
-    """Decode all drafts of three requests, and check each row against float64."""
+    """Decode all draft tokens of three requests, and check each row against float64."""
     case = paged_case(seed=0, lengths=LENGTHS, q_lens=[len(parents) for parents in TREES])
     tensors = case.on(device)
     packed = draft_mask(parents=TREES)  # on the host; trees of the device are packed there
@@ -34,7 +34,7 @@ def main(device: Device) -> None:
     words = packed.view(np.uint32)[:, 0]
     own_words = np.split(words, case.q_cu_seq_lens[1:-1])
     for request, parents in enumerate(TREES):
-        print(f"request {request}: {LENGTHS[request]} keys, {len(parents)} drafts")
+        print(f"request {request}: {LENGTHS[request]} keys, {len(parents)} draft tokens")
         for token, (parent, word) in enumerate(zip(parents, map(int, own_words[request]), strict=True)):
             position = LENGTHS[request] - len(parents) + word.bit_count() - 1
             bits = format(word, f"0{len(parents)}b")[::-1].replace("0", ".")
@@ -47,7 +47,7 @@ def main(device: Device) -> None:
         print(f"compared with float64: relative error {error:.1e}")
     accepted = accept(TREES[0], {0, 2, 5})
     first = LENGTHS[0] - len(TREES[0])
-    print(f"request 0: drafts {accepted} accepted; their keys move to {first} ... {first + len(accepted) - 1}")
+    print(f"request 0: draft tokens {accepted} accepted; their keys move to {first} ... {first + len(accepted) - 1}")
 
 
 def accept(parents: Sequence[int], right: set[int]) -> list[int]:

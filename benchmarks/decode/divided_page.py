@@ -66,7 +66,7 @@ def soak(report: Report) -> str:
     return "\n\n".join(
         (
             f"{report['devices']} x {environment['gpu']['name']}, {environment['date'][:10]}. Context attention on two "
-            "streams of each GPU, all GPUs at once; every output is compared with the first one's bits. Data: "
+            "streams of each GPU, all GPUs at once; every output is compared with the first one, bit for bit. Data: "
             "[`soak.json`](../benchmarks/results/soak.json).",
             table(("launched from", "GPU", "launches", "in", "elements that differ"), lines),
         )

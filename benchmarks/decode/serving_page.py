@@ -52,9 +52,9 @@ def _speculation(found: dict[str, Any] | None) -> tuple[str, ...]:
     if found is None:
         return ()
     return (
-        f"Speculative decoding, on a model with a head: trees of {found['drafts']} draft tokens on "
-        f"{found['levels']} levels, with an acceptance rate of {found['right_at_each_level']} at each level. A step "
-        f"of a request gives {found['tokens_per_request_and_step']} tokens; {100 * found['equal_tokens']:.1f}% of all "
-        "tokens are those of single steps.",
+        f"Speculative decoding (model with an LM head): trees of {found['drafts']} draft tokens, {found['levels']} "
+        f"levels deep, with an acceptance rate of {found['right_at_each_level']} per level. A step of a request gives "
+        f"{found['tokens_per_request_and_step']} tokens; {100 * found['equal_tokens']:.1f}% of all tokens are those of "
+        "single steps.",
         _engines(found["engines"]),
     )

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class AppendKvPlan(PlainPlan):
-    """A KV append for one set of forms; made by ``plan_append_kv``."""
+    """A KV append for tensors of one set of shapes, strides and dtypes; made by ``plan_append_kv``."""
 
     @operator_function(owner="self", scales={name: name for name in SCALES})
     def run(

@@ -132,7 +132,10 @@ DRAFT_MASK = PlainOperator(
 
 
 class DraftMaskPlan(PlainPlan):
-    """A packing for one set of forms; made by ``plan_draft_mask``. ``check`` tells of parents that are none."""
+    """A packing for tensors of one set of shapes, strides and dtypes; made by ``plan_draft_mask``.
+
+    ``check`` reports tokens whose parent does not come before them.
+    """
 
     @operator_function(owner="self")
     def run(

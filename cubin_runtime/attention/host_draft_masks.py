@@ -28,7 +28,7 @@ def pack_on_host(parents: Any, allowed: Any, max_q_len: int | None) -> Any:
     have query tokens of different number.
 
     Raises:
-        UsageError: a parent does not come before its token, the tree has another form, or a request has more tokens
+        UsageError: a parent does not come before its token, the tree has another shape, or a request has more tokens
             than ``max_q_len`` or 64.
     """
     if parents is not None and allowed is not None:

@@ -149,7 +149,7 @@ MERGE_STATES = PlainOperator(
 
 
 class MergeStatesPlan(PlainPlan):
-    """A merge for one set of forms; made by ``plan_merge_states``."""
+    """A merge for tensors of one set of shapes, strides and dtypes; made by ``plan_merge_states``."""
 
     @operator_function(owner="self")
     def run(

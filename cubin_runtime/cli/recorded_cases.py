@@ -30,7 +30,7 @@ _INT64 = 1 << 63
 
 
 class CaseError(UsageError):
-    """A part of a case is missing or has the wrong form, so that nothing can be decided."""
+    """A part of a case is missing or has the wrong layout, so that nothing can be decided."""
 
 
 def read_lines(path: Path) -> Iterator[bytes]:
@@ -74,7 +74,7 @@ def call_of(case: Mapping[str, Any]) -> Call:
     """The call of a record's ``case``.
 
     Raises:
-        CaseError: something is missing or of another form.
+        CaseError: something is missing or has another layout.
         PlanRefused, UsageError: the arguments are refused.
     """
     with _case_errors(case):

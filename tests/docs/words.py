@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import ast
+import html
 import pkgutil
 import re
+import tokenize
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 
-# Pattern -> the plain term. None of them stands on a user's page, in a message or in a public docstring.
+# Pattern -> the plain term. None stands in a page, a picture, a message, an example or a public docstring.
 PRIVATE: Mapping[str, str] = MappingProxyType(
     {
-        r"bars?\b(?! (?:chart|for each|is))": "target",
+        r"(?<!progress )bars?\b(?! (?:chart|for each|is))": "target",
         r"peers?": "other implementation, client or GPU",
         r"read[ -]alone": "read-only time",
         r"forms?(?! one\b)": "shape, strides and dtype, or layout",
@@ -51,10 +53,48 @@ def messages_of(module: Path) -> Iterator[str]:
                 yield part.value
 
 
+def printed_by(module: Path) -> Iterator[str]:
+    """The literal text of a module but its docstrings: what a verb may print."""
+    tree = ast.parse(module.read_text())
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    docstrings = {ast.get_docstring(node, clean=False) for node in ast.walk(tree) if isinstance(node, documented)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value not in docstrings:
+            yield node.value
+
+
+def text_of_program(program: Path) -> Iterator[str]:
+    """The docstrings, comments and literal text of a program that users read."""
+    with program.open("rb") as file:
+        yield from (
+            token.string
+            for token in tokenize.tokenize(file.readline)
+            if token.type in (tokenize.COMMENT, tokenize.STRING)
+            or tokenize.tok_name[token.type].startswith("FSTRING_MIDDLE")
+        )
+
+
+def text_of_picture(picture: Path) -> str:
+    """The words of an SVG."""
+    return html.unescape(" ".join(re.findall(r">([^<>]+)<", picture.read_text())))
+
+
 def published(page: str) -> Iterator[object]:
     """What a page of the reference shows: the objects that it names, and their public members."""
     for name in re.findall(r"^::: (\S+)$", page, re.MULTILINE):
-        found = pkgutil.resolve_name(name)
-        yield found
-        members = vars(found).items() if isinstance(found, (type, ModuleType)) else ()
-        yield from (member for key, member in members if not key.startswith("_") and callable(member))
+        yield from with_members(pkgutil.resolve_name(name))
+
+
+def exported(module: ModuleType) -> Iterator[object]:
+    """The public names of a module, and their public members."""
+    for name in module.__all__:
+        yield from with_members(getattr(module, name))
+
+
+def with_members(found: object) -> Iterator[object]:
+    """An object, and its public functions and properties."""
+    yield found
+    members = vars(found).items() if isinstance(found, (type, ModuleType)) else ()
+    for key, member in members:
+        if not key.startswith("_") and (callable(member) or isinstance(member, property)):
+            yield member

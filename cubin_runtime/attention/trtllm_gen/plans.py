@@ -71,7 +71,7 @@ class AttentionPlan:
         return (main, *(launch.launch_plan(kernel, own().file_of(kernel)) for launch, kernel in followers))
 
     def run(self, call: Call, workspace: tuple[int, int], counters: int, stream: int) -> Launched:
-        """Launch for ``call``, which must have the plan's form; what was launched.
+        """Launch for ``call``, whose tensors must have the plan's shapes, strides and dtypes; what was launched.
 
         Args:
             call: may have other addresses and scales, and a lower bound on the keys.

@@ -52,7 +52,7 @@ def read(attention_mask: Any, q_len: int, kv_len: int) -> Mask:
     """What ``mask`` returned, for a layer with ``q_len`` queries and ``kv_len`` keys.
 
     Raises:
-        UsageError: it has another form, or was made for another number of keys.
+        UsageError: it has another layout, or was made for another number of keys.
     """
     attention_mask = getattr(attention_mask, "plain", attention_mask)
     shape, dtype = tuple(attention_mask.shape), str(attention_mask.dtype).removeprefix("torch.")
