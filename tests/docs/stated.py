@@ -1,62 +1,169 @@
-"""Measured figures in the sentences of pages, and whether a result that the page names has them."""
+"""Measured figures in the sentences of pages, and the rows of results that they are taken from."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from words import prose_of
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-# What a unit makes of a value of the JSON, which has seconds, milliseconds, microseconds, shares and rates.
-SCALES = {
-    "us": (1, 1e3, 1e6),
-    "ms": (1, 1e-3, 1e3),
-    "s": (1, 1e-3, 1e-6),
-    "TB/s": (1, 1e-3),
-    "GB/s": (1,),
-    "MB/s": (1,),
-    "TFLOP/s": (1,),
-    "%": (100, 1),
-    "times": (1,),
-    "x": (1,),
-}
+EARLIER = "earlier release of the kernels"
+# Results of fetching, verifying and planning, which launch no kernel.
+WITHOUT_KERNELS = frozenset({"artifacts", "host_new_tokens"})
 _NUMBER = r"(?<![\d.,])\d(?:[\d,.]*\d)?"
-_FIGURE = re.compile(rf"(?:(?P<low>{_NUMBER}) to )?(?P<high>{_NUMBER})(?P<gap> ?)(?P<unit>{'|'.join(SCALES)})(?![\w/])")
+_UNITS = r"us|ms|s|[TGM]B/s|TFLOP/s|%|times|x|tests|launches|pairs"
+_FIGURE = re.compile(rf"(?:{_NUMBER} to )?{_NUMBER} ?(?:{_UNITS})(?![\w/])")
 _GENERATED = re.compile(r"<!-- ([\w]+): begin -->.*?<!-- \1: end -->", re.DOTALL)
+Row = Mapping[str, Any]
 
 
-def figures_of(page: str) -> Iterator[tuple[str, str]]:
-    """The figures in hand-written text with their units; both ends of "1.1 to 1.8 times"."""
-    for found in _FIGURE.finditer(prose_of(_GENERATED.sub("", page))):
-        numbers = (found["low"], found["high"])
-        yield from ((number, found["unit"]) for number in numbers if number)
+@dataclass(frozen=True)
+class Stated:
+    """Words of a page with measured figures, which stand in it exactly as ``values`` of the result fill them in.
+
+    Attributes:
+        words: the text, with a format for each figure.
+        result: the JSON file that has them.
+        rows: which rows of the result; those of the whole file are one.
+        values: the figures of these rows, in order.
+    """
+
+    words: str
+    result: str
+    values: Callable[[list[Row]], tuple[object, ...]]
+    rows: Callable[[Row], bool] = lambda _: True
+
+    def cited(self) -> list[Row]:
+        """The rows that the figures are taken from."""
+        report = json.loads((RESULTS / f"{self.result}.json").read_text())
+        rows = [row for row in report.get("rows", [report]) if self.rows(row)]
+        assert rows, f"{self.words}: no such row in {self.result}.json"
+        return rows
+
+    def text(self) -> str:
+        """The words with the figures of the result."""
+        return self.words.format(*self.values(self.cited()))
 
 
-def results_of(page: str) -> list[Any]:
-    """The results whose files a page names."""
-    names = sorted(set(re.findall(r"([\w]+)\.json", page)))
-    return [
-        json.loads((RESULTS / f"{name}.json").read_text()) for name in names if (RESULTS / f"{name}.json").is_file()
-    ]
+def unexplained(page: str, stated: Iterable[Stated]) -> list[str]:
+    """The figures with a unit in the hand-written text of a page that are in none of these statements."""
+    text = hand_written(page)
+    for one in stated:
+        text = text.replace(one.text(), " ")
+    return [found[0] for found in _FIGURE.finditer(prose_of(text))]
 
 
-def numbers_in(result: Any) -> Iterator[float]:
-    """Every number of a result."""
-    if isinstance(result, dict):
-        result = list(result.values())
-    if isinstance(result, list):
-        for one in result:
-            yield from numbers_in(one)
-    elif isinstance(result, (int, float)) and not isinstance(result, bool):
-        yield float(result)
+def hand_written(page: str) -> str:
+    """A page but what is generated and its blocks of code, on one line."""
+    return " ".join(re.sub(r"^```.*?^```$", " ", _GENERATED.sub("", page), flags=re.MULTILINE | re.DOTALL).split())
 
 
-def is_measured(number: str, unit: str, values: frozenset[float]) -> bool:
-    """Whether a value, in some unit, is printed as this number."""
-    digits = len(number.partition(".")[2])
-    wanted = number.replace(",", "")
-    return any(f"{value * scale:.{digits}f}" == wanted for value in values for scale in SCALES[unit])
+def extremes(name: str) -> Callable[[list[Row]], tuple[object, ...]]:
+    """The least and the largest value of a key of rows."""
+    return lambda rows: (min(row[name] for row in rows), max(row[name] for row in rows))
+
+
+def case(*parts: str) -> Callable[[Row], bool]:
+    """Rows whose case or label has all of these parts."""
+    return lambda row: all(part in str(row.get("case", row.get("label"))) for part in parts)
+
+
+def _artifacts(*keys: str, scale: float = 1) -> Callable[[list[Row]], tuple[object, ...]]:
+    def value(rows: list[Row]) -> tuple[object, ...]:
+        found: Any = rows[0]
+        for key in keys:
+            found = found[key]
+        return (found["median_ms"] * scale,)
+
+    return value
+
+
+def _last_line(pattern: str) -> Callable[[list[Row]], tuple[object, ...]]:
+    def value(rows: list[Row]) -> tuple[object, ...]:
+        lines = (re.search(pattern, step["last_line"]) for step in rows[0]["steps"])
+        return tuple(int(number) for found in lines if found for number in found.groups())
+
+    return value
+
+
+def _call(name: str) -> Stated:
+    steps = ("new", "found", "third", "fourth", "repeated")
+    *before, operator = name.rpartition(" ")
+    return Stated(
+        f"| {''.join(before)}`{operator}` | {{:.0f}} | {{:.0f}} | {{:.0f}} | {{:.0f}} | {{:.0f}} |",
+        "host_new_tokens",
+        lambda rows: tuple(rows[0]["microseconds"][f"{name}: tokens"][step] for step in steps),
+    )
+
+
+# Page -> what its sentences say of measurements. Whatever has a unit in a page and is not here was chosen by somebody.
+STATED: Mapping[str, tuple[Stated, ...]] = {
+    "docs/batch_invariance.md": (
+        Stated(
+            "{:.1f} to {:.1f} times up to 8,192 keys",
+            "invariant",
+            extremes("ratio"),
+            lambda row: case("batch 1, q_len 1,")(row) and int(row["case"].split()[-1]) <= 8192,
+        ),
+        Stated("**Prefill,** {:.2f} to {:.2f} times.", "invariant", extremes("ratio"), case("prefill")),
+        Stated(
+            "{:.2f} times with 16 requests at head_dim 64",
+            "invariant",
+            lambda rows: (rows[0]["ratio"],),
+            case("decode d64", "batch 16, q_len 8,"),
+        ),
+        Stated(
+            "{:.2f} times with 64 at head_dim 128",
+            "invariant",
+            lambda rows: (rows[0]["ratio"],),
+            case("decode d128", "batch 64, q_len 8,"),
+        ),
+    ),
+    "docs/launch_path.md": tuple(map(_call, ("context_attention", "append_kv", "ragged paged_decode"))),
+    "docs/prefill.md": (
+        Stated("{:,} launches on two streams of each of two", "soak", lambda rows: (sum(r["launches"] for r in rows),)),
+    ),
+    "docs/results/correctness.md": (
+        Stated("On an H200, {:,} tests passed.", "gpu_run", _last_line(r"(\d+) passed")),
+        Stated("{} were skipped:", "gpu_run", _last_line(r"(\d+) skipped")),
+        Stated("On an H100, {:,} tests passed", "gpu_run_h100", _last_line(r"(\d+) passed")),
+        Stated(
+            "{1} pairs of accesses reported, {0} of them shown",
+            "gpu_run",
+            _last_line(r"(\d+) hazards displayed \((\d+) errors"),
+        ),
+    ),
+    "docs/results/decode.md": (
+        Stated(
+            "query token the kernel is DRAM-bound, at {:.0f} to {:.0f}% of peak",
+            "profile",
+            extremes("dram_share"),
+            lambda row: (
+                any(name in row["label"] for name in ("128 x 2048", "q_len 1, 32 x 16384", "q_len 1, 64 x 16384"))
+                and row["section"] != "fp8"
+            ),
+        ),
+    ),
+    "docs/results/mla.md": (
+        Stated(
+            "tensor pipe runs at {:.0f} to {:.0f}% of its peak",
+            "profile",
+            extremes("tensor_share"),
+            case("heads, 64 x 4096"),
+        ),
+    ),
+    "docs/results/fetching.md": (
+        Stated("warm page cache, {}.", "artifacts", lambda rows: (rows[0]["date"][:10],)),
+        Stated("one process | {:.2f} s", "artifacts", _artifacts("verify_release", "cubin-runtime verify", scale=1e-3)),
+        Stated("(coreutils 9.1) | {:.2f} s", "artifacts", _artifacts("verify_release", "sha256sum -c", scale=1e-3)),
+        Stated("hashing included | {:.1f} ms", "artifacts", _artifacts("index", "open_and_find_one")),
+        Stated("without the index | {:.0f} ms", "artifacts", _artifacts("index", "rebuild_from_header")),
+        Stated("`import cubin_runtime` | {:.0f} ms", "artifacts", _artifacts("import", "import_alone")),
+        Stated("from the store | {:.2f} ms", "artifacts", _artifacts("load", "load")),
+    ),
+}
