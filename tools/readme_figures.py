@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.decode.freshness import SWEEP, fresh_rows, is_fresh, pinned  # noqa: E402
+from benchmarks.engine.ratios import ratios_of  # noqa: E402
 from cubin_runtime import attention  # noqa: E402
 from cubin_runtime.attention.backends import TABLE, Support  # noqa: E402
 from kernels_src.variants import VARIANTS  # noqa: E402
@@ -150,7 +151,8 @@ def _engine(results: Path) -> list[Sequence[str]]:
     report = _report(results, "vllm_figures")
     of_llama = [row for row in report["rows"] if row["model"] == "llama-shape"]
     started = next(row for row in of_llama if "cubins" in row)
-    jobs = [row["ratios"]["whole"] for row in of_llama if "whole" in row.get("ratios", ())]
+    ratios = [ratios_of(row["rounds"], "CUSTOM") for row in of_llama if "job" in row]
+    jobs = [each["whole"] for each in ratios if "whole" in each]
     words = (
         f"**{min(jobs):.2f} to {max(jobs):.2f} times the speed in vLLM**",
         f"{len(jobs)} jobs of the shape of Llama 3 8B in vLLM {report['environment']['packages']['vllm']} on an "

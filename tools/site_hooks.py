@@ -16,6 +16,7 @@ from mkdocs.structure.files import File
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from site_links import BESIDE, dead_links
+from site_tables import with_labels
 
 ROOT = Path(__file__).resolve().parents[1]
 HELP = "<!-- help of every verb -->"
@@ -40,6 +41,11 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     for folder in (pattern.rpartition("/")[0] for pattern in BESIDE):
         markdown = markdown.replace(f"]({above}{folder}/", f"]({above.removeprefix('../')}{folder}/")
     return markdown
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Mark tables of sentences, which phones show as lists."""
+    return with_labels(html)
 
 
 def on_post_build(config: Any) -> None:

@@ -104,7 +104,8 @@ def _jobs(engine: str, rows: Sequence[Row]) -> str:
         ratios = ratios_of(row["rounds"], ours)
         shown = [f"{ratios[each]:.2f}" if each in ratios else "-" for each in (kind, "decode")]
         seconds = (f"{best[ours]:.2f}", f"{best[peer]:.2f} ({_name(peer)})")
-        lines.append((MODELS[row["model"]], row["job"], *seconds, *shown))
+        job = f"{row['job']}{', prompts cached' if kind == 'cached' else ''}"
+        lines.append((MODELS[row["model"]], job, *seconds, *shown))
     return _table(("model", "requests x prompt + new tokens", "ours, s", "other, s", "job", "decodes"), lines)
 
 

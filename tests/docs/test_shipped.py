@@ -64,4 +64,4 @@ def test_context_attention() -> None:
     found = spills(lambda k: k["operation"] == "context_attention")
     assert all("_over_e4m3_" in name for name in found)
     assert (len(found), min(found.values()), max(found.values())) == (6, 12, 52)
-    assert "six of them spill 12 to 52 bytes per thread" in text_of("prefill.md")
+    assert "Six of these spill 12 to 52 bytes per thread" in text_of("prefill.md")

@@ -9,7 +9,11 @@ import pytest
 from pages import PAGES, ROOT
 
 from tools.site_links import BESIDE, dead_links
+from tools.site_tables import with_labels
 
+HEAD = "<table><thead><tr><th>message</th><th>cause</th><th>what to do</th></tr></thead><tbody><tr>"
+WORDS = f"{HEAD}<td>no</td><td>-</td><td>wait</td></tr></tbody></table>"
+FIGURES = f"{HEAD}<td>1 x 1024</td><td>7.8 us</td><td>1.29</td></tr></tbody></table>"
 BEHIND = frozenset(file.relative_to(ROOT) for pattern in BESIDE for file in ROOT.glob(pattern))
 
 
@@ -28,6 +32,14 @@ def test_a_link_that_leads_nowhere_is_found(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / "p.png").write_bytes(b"")
     assert dead_links(tmp_path) == ["a.html: sub/c.html", "b.html: sub"]
+
+
+def test_a_table_of_sentences_labels_its_cells_and_one_of_figures_does_not() -> None:
+    words = with_labels(WORDS)
+    assert words.count("data-words") == 1
+    assert '<td data-label="what to do">wait</td>' in words
+    assert '<td data-label="cause" data-none>-</td>' in words
+    assert with_labels(FIGURES) == FIGURES
 
 
 def test_no_group_of_the_navigation_has_more_than_ten_entries() -> None:
