@@ -132,6 +132,7 @@ clean: ## Remove everything that make made here, environments included
 
 prerequisites: ## Check what this machine must have, and print the command that installs what is missing
 	@tools/prerequisites.sh "$(PYTHON)"
+	@echo "This machine has what is needed."
 
 # The toolchain's packages are 100 MB: they come only if no nvcc of exactly their version is on PATH.
 .venv/.ready: pyproject.toml tools/prerequisites.sh kernels_src/toolchain.py $(ACCELERATOR)

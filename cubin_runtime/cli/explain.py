@@ -84,7 +84,7 @@ def explain(
     page: Annotated[int, _option("--page", "Tokens per KV page.")] = 32,
     window: Annotated[int, _option("--window", "Visible tokens; 0 for all.")] = 0,
     batch_invariant: Annotated[
-        bool, _option("--batch-invariant", "Bits that do not depend on other requests.")
+        bool, _option("--batch-invariant", "Output that does not depend on other requests.")
     ] = False,
     tokens: Annotated[
         int | None, _optional("--tokens", "Query tokens of all requests, if their lengths differ.")

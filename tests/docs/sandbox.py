@@ -58,7 +58,7 @@ class Sandbox:
     def fitted(self, text: str) -> str:
         for name, found in (
             ("trtllm-gen-0.6.13", "made-1.0"),
-            ("trtllm-gen-0.6.14", "made-1.1"),
+            ("trtllm-gen-0.6.18.post1", "made-1.1"),
             ("https://mirror.example/cubins", self.server.url),
             ("/mnt/shared", str(self.place / "shared")),
             ("/srv/www", str(self.place / "www")),

@@ -23,7 +23,7 @@ PRIVATE: Mapping[str, str] = MappingProxyType(
         r"divided keys": "context-parallel keys",
         r"(?:refused|chosen|only|taken) by name": "raises UsageError that names it, or asked for with backend=",
         r"(?:same|equal|other|wrong|these|own) bits": "bitwise identical",
-        r"bits (?:of|that) (?:a|the) (?:request|rank|token|query|output|prefill)": "output, bit for bit",
+        r"bits (?:of|that) (?:a|do|the) (?:not|request|rank|token|query|output|prefill)": "output, bit for bit",
         r"(?:times?|ratio|peer|library) by ours": "relative to ours",
         r"what lacks": "what is missing",
         r"taken out of": "removed from",
