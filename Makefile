@@ -40,8 +40,9 @@ install: ## Package and kernels into the active environment, or INTO=DIR; KERNEL
 test-install: .venv/.ready ## The ways to install, in clean environments and a root with Python alone (after make artifacts)
 	@$(VENV) tools/try_install.py
 
+# One thread each in numpy and torch: threads of one process that wait in loops take the cores from the others.
 test: .venv/.ready ## The tests that need no GPU, no torch and no published release
-	@$(VENV) -m pytest -n auto -m "not torch and not release"
+	@OPENBLAS_NUM_THREADS=1 $(VENV) -m pytest -n auto -m "not torch and not release"
 
 .PHONY: test-private
 test-private: .venv/.ready ## As root: tests that switch to another user, from a copy that only root can read
@@ -56,7 +57,6 @@ test-lowest: .venv-lowest/.ready ## Artifacts and command line with the lowest v
 	    --ignore-glob "tests/cli/test_memory*" --ignore-glob "tests/cli/test_secrets*" \
 	    --ignore-glob "tests/cli/test_failing_calls*"
 
-# One thread each: torch's own threads wait for work in loops, and take the cores from the other processes.
 test-torch: .venv-torch/.ready ## The tests that need torch (its CPU build is enough) or transformers
 	@OMP_NUM_THREADS=1 $(VENV_TORCH) -m pytest -n auto -m torch
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import tempfile
@@ -18,6 +19,12 @@ with suppress(ImportError):  # the tests in tests/gpu run without it
     # How long an example takes says more about the machine's load than about the code.
     settings.register_profile("any load", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("any load")
+
+
+def pytest_collection_finish() -> None:
+    """Let no collection of garbage look at thousands of collected tests again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
