@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..attention.gqa import plan_paged_decode
+from ..attention.merge import plan_merge_states
 from ..attention.operator_plan import OperatorPlan
 from ..attention.prefill import plan_context_attention
 from .paged_batch import LayerOptions, PagedBatch, Part, attend, decodes_directly
@@ -26,6 +27,7 @@ def reserve(
     limits: Limits,
     log: logging.Logger,
     cache_dtype: torch.dtype | None = None,
+    world: int = 1,
 ) -> LayerOptions:
     """Load all kernels that a layer's steps may use, and reserve their scratch; the options with it.
 
@@ -34,12 +36,14 @@ def reserve(
         limits: the most that a step has.
         log: gets a line that names the kernels of each kind of layer.
         cache_dtype: of keys and values; None: that of the queries.
+        world: ranks that the keys are dealt to; ``limits.keys`` are those of one.
     """
     scratch, cache_dtype = shared_scratch(q.device.index or 0), cache_dtype or q.dtype
-    kind = (*_form(q, options), kv_heads, page_size, kv_layout, limits, cache_dtype)
+    kind = (*_form(q, options), kv_heads, page_size, kv_layout, limits, cache_dtype, world)
     if kind in scratch.ready:
         return options._replace(scratch=scratch)
-    plans = list(_plans(q, kv_heads, page_size, kv_layout, options, limits, cache_dtype))
+    given = (q, kv_heads, page_size, kv_layout, options, limits, cache_dtype)
+    plans = list(_plans(*given) if world == 1 else _dealt_plans(*given, world))
     scratch.cover(plans, limits)
     scratch.ready.add(kind)
     kinds = (f"head_dim {q.shape[2]}, {q.shape[1]} heads on {kv_heads}", f"window {options.window_left + 1}")
@@ -127,8 +131,7 @@ def _plans(
 ) -> Iterator[OperatorPlan]:
     """Plans like those of all steps, on a cache of one page."""
     heads, size = q.shape[1:]
-    shape = (1, kv_heads, page_size, 2 * size) if kv_layout == "HND" else (1, page_size, kv_heads, 2 * size)
-    k_cache, v_cache = q.new_zeros(shape).to(cache_dtype).split(size, dim=-1)
+    k_cache, v_cache = _page(q, kv_heads, page_size, kv_layout, cache_dtype)
     most = max(limits.requests, limits.tokens)
     queries = q.new_empty(most, heads, size)
     columns = -(-limits.keys // page_size)
@@ -167,3 +170,52 @@ def _plans(
             logit_soft_cap=options.soft_cap,
             **shared,
         )
+
+
+def _page(q: Any, kv_heads: int, page_size: int, kv_layout: str, cache_dtype: torch.dtype) -> Any:
+    """Keys and values of a cache of one page."""
+    size = q.shape[2]
+    shape = (1, kv_heads, page_size, 2 * size) if kv_layout == "HND" else (1, page_size, kv_heads, 2 * size)
+    return q.new_zeros(shape).to(cache_dtype).split(size, dim=-1)
+
+
+def _dealt_plans(
+    q: Any,
+    kv_heads: int,
+    page_size: int,
+    kv_layout: str,
+    options: LayerOptions,
+    limits: Limits,
+    cache_dtype: torch.dtype,
+    world: int,
+) -> Iterator[OperatorPlan]:
+    """Plans like those of all steps over keys that are dealt to ranks, on a cache of one page."""
+    heads, size = q.shape[1:]
+    k_cache, v_cache = _page(q, kv_heads, page_size, kv_layout, cache_dtype)
+    queries, own, new_keys = (q.new_empty(limits.tokens, count, size) for count in (world * heads, heads, kv_heads))
+    sums, own_sums = (torch.empty(part.shape[:2], dtype=torch.float32, device=q.device) for part in (queries, own))
+    table = torch.zeros(limits.requests, -(-limits.keys // page_size), dtype=torch.int32, device=q.device)
+    lengths = torch.zeros(limits.requests + 1, dtype=torch.int32, device=q.device)
+    shared: dict[str, Any] = {"max_seq_len": limits.keys, "softmax_scale": options.softmax_scale}
+    shared |= {"k_scale": options.k_scale, "v_scale": options.v_scale, "kv_layout": kv_layout}
+    most = min(limits.requests, limits.tokens)
+    soft_cap: dict[str, Any] = {"logit_soft_cap": options.soft_cap}
+    direct = decodes_directly(world * heads, kv_heads, size, cache_dtype, options)
+    for requests in _counts(most):
+        pages = table[:requests], lengths[:requests]
+        if direct:
+            rows = queries[:requests]
+            yield plan_paged_decode(rows, k_cache, v_cache, *pages, rows, sums[:requests], **shared)
+        else:
+            rows, lse = queries[:requests, None], sums[:requests, None]
+            of_pages = {"page_table": pages[0], "seq_lens": pages[1], **soft_cap, **shared}
+            yield plan_context_attention(rows, k_cache, v_cache, rows, lse, **of_pages)
+    for requests in sorted({1, most}):
+        tokens = {"q_cu_seq_lens": lengths[: requests + 1], "max_q_len": limits.tokens, **soft_cap}
+        context = {"page_table": table[:requests], "seq_lens": lengths[:requests], "causal": False, **tokens, **shared}
+        yield plan_context_attention(queries, k_cache, v_cache, queries, sums, **context)
+        new = {**tokens, "kv_cu_seq_lens": lengths[: requests + 1], "max_seq_len": limits.tokens}
+        new["softmax_scale"] = options.softmax_scale
+        for lse in (None, own_sums):
+            yield plan_context_attention(own, new_keys, new_keys, own, lse, **new)
+    yield plan_merge_states(own, own_sums, own, v_other=own, s_other=own_sums)

@@ -12,9 +12,13 @@ from cubin_runtime.testing import StandIn
 
 
 def launches(standin: StandIn) -> list[tuple[str, dict[str, Any]]]:
-    """For each launch "decode" or "context", and its parameters by name; launches of MLA decode are left out."""
+    """For each launch "decode" or "context", and its parameters by name; MLA decodes and merges are left out."""
     found = []
-    for launch in [each for each in standin.calls("cuLaunchKernelEx") if "mla" not in each.seen["symbol"]]:
+    others = ("mla", "merge")
+    sent = [
+        each for each in standin.calls("cuLaunchKernelEx") if not any(name in each.seen["symbol"] for name in others)
+    ]
+    for launch in sent:
         decode = "paged_decode" in launch.seen["symbol"]
         by_cache = (PAGED_DECODE_TMA, PAGED_DECODE_TMA_E4M3) if decode else (CONTEXT_ATTENTION, CONTEXT_ATTENTION_E4M3)
         layout = by_cache["e4m3" in launch.seen["symbol"]]

@@ -63,7 +63,7 @@ def test_what_is_supported(backend: Any) -> None:
     assert backend.get_name() == REGISTERED
     assert builder(backend).get_cudagraph_support(None, None) is AttentionCGSupport.UNIFORM_BATCH
     impl = backend.get_impl_cls()
-    assert (impl.can_return_lse_for_decode, impl.supports_dcp, impl.supports_pcp) == (False, False, False)
+    assert (impl.can_return_lse_for_decode, impl.supports_dcp, impl.supports_pcp) == (True, True, False)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_values_of_another_size_than_keys_are_refused(backend: Any) -> None:
     ("window", "ranks", "drafts", "halves", "reasons"),
     [
         (16, 1, None, False, ["R-SWA not supported"]),
-        (None, 2, None, False, ["DCP not supported"]),
+        (None, 2, None, False, ["sinks with DCP not supported"]),
         (None, 1, 4, True, ["drafts in micro-batches not supported"]),
         (None, 1, 4, False, []),
         (None, 1, None, True, []),

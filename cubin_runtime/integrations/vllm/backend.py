@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import logging
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from vllm import envs
 from vllm.config import get_current_vllm_config_or_none
+from vllm.distributed import parallel_state
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -18,12 +20,14 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
+from ...distributed.partition import KvPartition
 from ...errors import UsageError
 from ...kernels.native.decode.shape import MAX_QUERIES
+from ..dealt_batch import DealtBatch, Ranks, attend_dealt, check_dealt_layer, hold_a_dealt_step
 from ..paged_batch import BLOCK_SIZES, HEAD_SIZES, LayerOptions, PagedBatch, Part, attend, check_layer
 from ..readiness import reserve, warm_up
 from ..scratch import Limits
-from .versions import backend_name, cache_interface, decode_tokens
+from .versions import backend_name, cache_interface, decode_tokens, key_ranks
 
 _E4M3_CACHES = ("fp8", "fp8_e4m3")
 LOGGER = logging.getLogger("vllm.cubin_runtime")  # below vLLM's own, whose level and handlers it has
@@ -117,15 +121,46 @@ class CubinRuntimeBackend(HopperBackend, cache_interface(), AttentionBackend):  
         return True
 
     @classmethod
-    def supports_combination(cls, *_: Any, **__: Any) -> str | None:
-        """Refuse drafts in micro-batches, and what vLLM before 0.30 does not ask for: R-SWA, context parallelism."""
+    def supports_combination(
+        cls, head_size: Any, dtype: Any, kv_cache_dtype: Any, block_size: Any, use_mla: Any, has_sink: bool, *_: Any
+    ) -> str | None:
+        """Refuse drafts in micro-batches, what keys on several ranks rule out, and R-SWA, which vLLM does not ask for
+        before 0.30."""
         config = get_current_vllm_config_or_none()
         if config is None:
             return None
         if getattr(config.model_config, "rswa_window", None) is not None:
             return "R-SWA not supported"
-        dealt = config.parallel_config.decode_context_parallel_size > 1
-        return refused_drafts(config) or ("DCP not supported" if dealt else None)
+        if config.parallel_config.decode_context_parallel_size > 1:
+            asked = {
+                "drafts": config.speculative_config is not None,
+                "batch invariance": bool(envs.VLLM_BATCH_INVARIANT),
+                "sinks": has_sink,
+            }
+            refused = [name for name, is_asked in asked.items() if is_asked]
+            return f"{', '.join(refused)} with DCP not supported" if refused else None
+        return refused_drafts(config)
+
+
+def partition_of(parallel: Any) -> KvPartition | None:
+    """How vLLM deals keys to the ranks of decode context parallelism; None: each rank has them all."""
+    if parallel.decode_context_parallel_size == 1:
+        return None
+    group = parallel_state.get_dcp_group()
+    return KvPartition(group.world_size, group.rank_in_group, parallel.cp_kv_cache_interleave_size)
+
+
+def keys_of_a_rank(partition: KvPartition | None, keys: int) -> int:
+    """The most keys that a rank holds of a request with so many."""
+    # The first rank has the most.
+    return keys if partition is None else replace(partition, rank=0).own_keys(keys)
+
+
+def _has_context(step: Any, decodes: int) -> bool:
+    """Whether a request behind the decodes may have keys before its new tokens, as the host knows it on all ranks."""
+    lengths = step.seq_lens_cpu_upper_bound
+    behind = slice(decodes, step.num_reqs)
+    return lengths is None or bool((lengths[behind] > step.query_start_loc_cpu.diff()[behind]).any())
 
 
 class CubinRuntimeMetadataBuilder(AttentionMetadataBuilder[PagedBatch]):  # type: ignore[misc]
@@ -144,6 +179,7 @@ class CubinRuntimeMetadataBuilder(AttentionMetadataBuilder[PagedBatch]):  # type
             raise UsageError(f"head_size_v={value_size}: expected {kv_cache_spec.head_size}, as the keys have")
         self._block_size: int = kv_cache_spec.block_size
         self._max_model_len: int = vllm_config.model_config.max_model_len
+        self._partition = partition_of(vllm_config.parallel_config)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> PagedBatch:
         """Split the step into requests that decode, which come first, and the others.
@@ -157,11 +193,12 @@ class CubinRuntimeMetadataBuilder(AttentionMetadataBuilder[PagedBatch]):  # type
             raise UsageError("causal, mm_req_doc_ranges, rswa_prefix_lens: expected a causal step without exceptions")
         split = split_decodes_and_prefills(step, decode_threshold=self.reorder_batch_threshold)
         decodes, prefills, decode_rows, prefill_rows = split
-        table, lengths = step.block_table_tensor, step.seq_lens
+        table, partition = step.block_table_tensor, self._partition
+        lengths = step.seq_lens if partition is None else step.dcp_local_seq_lens
         room = table.shape[1] * self._block_size
         # The model's bound, as a captured launch is replayed with longer requests, and as launches of prompts with
         # other bounds need other fast paths; keys that are sinks come on top.
-        bound = min(max(self._max_model_len, step.max_seq_len), room)
+        bound = min(keys_of_a_rank(partition, max(self._max_model_len, step.max_seq_len)), room)
         first = last = None
         if decode_rows:
             width, sums = self._widths(step, decodes)
@@ -173,8 +210,9 @@ class CubinRuntimeMetadataBuilder(AttentionMetadataBuilder[PagedBatch]):  # type
             rest = slice(decodes, decodes + prefills)
             sums = step.query_start_loc[decodes : decodes + prefills + 1]
             sums = sums - decode_rows if decode_rows else sums
-            last = Part(decode_rows, prefill_rows, table[rest], lengths[rest], sums, step.max_query_len, bound)
-        return PagedBatch(first, last)
+            keys = lengths[rest] if partition is None else partition.own_lens(step.seq_lens[rest] - sums.diff())
+            last = Part(decode_rows, prefill_rows, table[rest], keys, sums, step.max_query_len, bound)
+        return PagedBatch(first, last) if partition is None else DealtBatch(first, last, _has_context(step, decodes))
 
     def _widths(self, step: Any, decodes: int) -> tuple[int, torch.Tensor | None]:
         """The query tokens of each request that decodes, and None; or their bound, and running sums.
@@ -210,7 +248,8 @@ class CubinRuntimeMetadataBuilder(AttentionMetadataBuilder[PagedBatch]):  # type
 class CubinRuntimeImpl(AttentionImpl[PagedBatch]):  # type: ignore[misc]
     """A layer. Its keys and values are written by vLLM's own kernel, by slots."""
 
-    supports_dcp = False
+    can_return_lse_for_decode = True  # vLLM asks for it where keys are dealt to ranks, whose outputs are combined here
+    supports_dcp = True
     supports_quant_query_input = False  # queries stay in 16 bits over an e4m3 cache, too
 
     def __init__(
@@ -245,8 +284,21 @@ class CubinRuntimeImpl(AttentionImpl[PagedBatch]):  # type: ignore[misc]
         self._options = LayerOptions(self.scale, window_left, soft_cap, None, bool(envs.VLLM_BATCH_INVARIANT))
         config = get_current_vllm_config_or_none()
         self._limits = None if config is None else limits_of(config)
+        self._ranks: Ranks | None = None
+        if self.dcp_world_size > 1:
+            self._deal_keys(config, sliding_window, kv_sharing_target_layer_name is not None)
         block = None if config is None else config.cache_config.block_size
         self._page_size = block if block in BLOCK_SIZES else BLOCK_SIZES[0]
+
+    def _deal_keys(self, config: Any, sliding_window: int | None, shares_keys: bool) -> None:
+        """Have the keys dealt to the ranks of decode context parallelism."""
+        check_layer(self.head_size, self.head_size, self.num_heads * self.dcp_world_size, self.num_kv_heads)
+        check_dealt_layer(sliding_window, self.sinks is not None, shares_keys)
+        parallel = config.parallel_config
+        self._ranks = key_ranks(parallel.dcp_comm_backend == "a2a")
+        if self._limits is not None:
+            keys = keys_of_a_rank(partition_of(parallel), self._limits.keys)
+            self._limits = self._limits._replace(keys=keys)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Convert the sinks, which are loaded by now; captured graphs keep the address when they are loaded again."""
@@ -264,7 +316,7 @@ class CubinRuntimeImpl(AttentionImpl[PagedBatch]):  # type: ignore[misc]
         key: torch.Tensor | None,
         value: torch.Tensor | None,
         kv_cache: torch.Tensor,
-        attn_metadata: PagedBatch | None,
+        attn_metadata: Any,
         output: torch.Tensor,
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
@@ -273,6 +325,7 @@ class CubinRuntimeImpl(AttentionImpl[PagedBatch]):  # type: ignore[misc]
 
         Args:
             query: ``[tokens, num_heads, head_size]``; ``output`` alike, into which is written.
+            key, value: ``[tokens, num_kv_heads, head_size]``, read where keys are dealt to ranks.
             layer: with an e4m3 cache its ``_k_scale`` and ``_v_scale`` are read when kernels run.
             kv_cache: ``[blocks, num_kv_heads, block_size, 2 * head_size]``, the keys before the values.
             attn_metadata: None while vLLM measures memory.
@@ -290,7 +343,11 @@ class CubinRuntimeImpl(AttentionImpl[PagedBatch]):  # type: ignore[misc]
             self._make_ready(query, kv_cache)
             return output.fill_(0)
         k_cache, v_cache = kv_cache.split(self.head_size, dim=-1)
-        attend(query, k_cache, v_cache, "HND", attn_metadata, self._options, output)
+        if self._ranks is None:
+            attend(query, k_cache, v_cache, "HND", attn_metadata, self._options, output)
+        else:
+            states = (query, key, value, k_cache, v_cache)
+            attend_dealt(*states, "HND", attn_metadata, self._options, self._ranks, output)
         return output
 
     def _make_ready(self, query: torch.Tensor, kv_cache: torch.Tensor | None) -> None:
@@ -300,8 +357,10 @@ class CubinRuntimeImpl(AttentionImpl[PagedBatch]):  # type: ignore[misc]
         if kv_cache is None or not kv_cache.numel():
             given = (query, self.num_kv_heads, self._page_size, "HND", self._options, self._limits)
             cache_dtype = torch.float8_e4m3fn if self.kv_cache_dtype in _E4M3_CACHES else None
-            self._options = reserve(*given, LOGGER, cache_dtype)
-        else:
+            self._options = reserve(*given, LOGGER, cache_dtype, self.dcp_world_size)
+            if self._ranks is not None:
+                hold_a_dealt_step(query, self.dcp_world_size)
+        elif self._ranks is None:
             columns = -(-self._limits.keys // kv_cache.shape[2])
             k_cache, v_cache = kv_cache.split(self.head_size, dim=-1)
             warm_up(query, k_cache, v_cache, "HND", self._options, self._limits, columns)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...errors import UsageError
+from ..dealt_batch import Ranks
 from ..interface import require
 
 NAME = "CUBIN_RUNTIME"
@@ -66,6 +67,30 @@ def decode_tokens(config: Any) -> int:
     if drafts is None or drafts.num_speculative_tokens is None:
         return 1
     return 1 + (2 if drafts.parallel_drafting else 1) * int(drafts.num_speculative_tokens)
+
+
+def key_ranks(all_to_all: bool) -> Ranks:
+    """The ranks of vLLM's decode context parallelism, with its own collectives.
+
+    Args:
+        all_to_all: as ``dcp_comm_backend`` "a2a" asks for it; else log-sum-exps are gathered and outputs added.
+    """
+    from vllm.distributed import parallel_state
+
+    try:
+        from vllm.v1.attention.ops.dcp import cp_lse_ag_out_rs, dcp_a2a_lse_reduce
+    except ImportError:  # two modules, before 0.29
+        from vllm.v1.attention.ops.common import cp_lse_ag_out_rs
+        from vllm.v1.attention.ops.dcp_alltoall import dcp_a2a_lse_reduce
+    reduce = dcp_a2a_lse_reduce if all_to_all else cp_lse_ag_out_rs
+
+    def gather(queries: Any) -> Any:
+        return parallel_state.get_dcp_group().all_gather(queries.contiguous(), dim=1)
+
+    def combine(out: Any, lse: Any) -> Any:
+        return reduce(out, lse, parallel_state.get_dcp_group(), return_lse=True, is_lse_base_on_e=False)
+
+    return Ranks(gather, combine)
 
 
 def _has_layouts() -> bool:
