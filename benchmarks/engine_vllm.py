@@ -5,6 +5,7 @@ Run by ``engine_run.sh`` on a machine with a Hopper GPU, with what ``tools/pack_
 
 * ``tokens``: greedy tokens of models with random weights, judged in float32; bits of requests in crowds.
 * ``figures``: jobs of models of real shapes; engines take turns, ``--rounds`` times.
+* ``cache_dtypes``: jobs over caches of 16 bits and of e4m3, in turns.
 * ``readiness``: our part of the start; what 2,000 requests load, allocate and generate after 20.
 * ``host``: host time of a step's attention.
 * ``drafts``: jobs with drafters, and judged tokens.
@@ -13,7 +14,7 @@ Run by ``engine_run.sh`` on a machine with a Hopper GPU, with what ``tools/pack_
 * ``invariance``: bits of requests alone and in crowds, and where they part.
 * ``server``: time to the first token of streaming clients, first and later bursts after a start.
 * ``ranks``: tensor parallelism over two GPUs: judged tokens, and a start of both ranks on an empty store.
-* ``dealt``: decode context parallelism over two GPUs: judged tokens.
+* ``dealt``: decode context parallelism over two GPUs: jobs in turns, and judged tokens.
 * ``rank_figures``: jobs over two GPUs, beside FlashAttention-3.
 
 The result, ``vllm.SECTION.json``, is written after every row.
@@ -40,6 +41,12 @@ JOBS: dict[str, tuple[list[int], int]] = {
     "256 x 128 + 128": ([128] * 256, 128),
     "64 mixed, 50 to 3,650 + 128": ([50 + 3600 * (7 * n % 64) // 63 for n in range(64)], 128),
 }
+# With prompts that are cached.
+DEALT_JOBS: dict[str, tuple[list[int], int]] = {
+    "1 x 30,000 + 64": ([30000], 64),
+    "16 x 7,000 + 64": ([7000] * 16, 64),
+    "32 x 30,000 + 64": ([30000] * 32, 64),
+}
 NGRAM = {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2}
 SHAPES = ("llama-shape", "gptoss-shape", "gemma3-shape", "qwen3moe-shape", "deepseek-shape")
 MODELS = ("llama", "gptoss", "gemma3", "qwen3moe", "deepseek", "gemma2")
@@ -49,14 +56,10 @@ def tokens(run: Run) -> None:
     """Judged tokens, model by model, with graphs and without."""
     for model in run.names or MODELS:
         with ExitStack() as stack:
-            try:
-                third: dict[str, dict[str, Any]] = {
-                    "TRITON_MLA" if run.peer_of(model) == MLA_PEER else "TRITON_ATTN": {}
-                }
-                engines = run.pair(stack, model, more={f"{OURS} eager": {"enforce_eager": True}, **third})
-                run.row(model=model, **run.both(engines), **run.judged(engines, model, model))
-            except RuntimeError as error:
-                run.row(model=model, error=str(error))
+            third: dict[str, dict[str, Any]] = {"TRITON_MLA" if run.peer_of(model) == MLA_PEER else "TRITON_ATTN": {}}
+            more = {f"{OURS} eager": {"enforce_eager": True}, **third}
+            engines, failed = run.ready(run.pair(stack, model, more=more, wait=False))
+            run.row(model=model, failed=failed, **run.both(engines), **run.judged(engines, model, model))
 
 
 def figures(run: Run) -> None:
@@ -69,6 +72,18 @@ def figures(run: Run) -> None:
             # As many prompts as an engine's cache has room for, up to 64.
             count = min(64, run.cache_bytes // (131072 * 4300))
             take_turns(run, engines, {f"{count} x 4,096 + 128": ([4096] * count, 128)}, fresh=False, model=model)
+
+
+def cache_dtypes(run: Run) -> None:
+    """Jobs over caches of both dtypes in turns; as many bytes of cache as the prompts need."""
+    jobs = {name: JOBS[name] for name in ("64 x 1,024 + 256", "16 x 7,000 + 128")}
+    for model in run.names or ("llama-half-shape",):
+        with ExitStack() as stack:
+            quantized = {"kv_cache_dtype": "fp8", "kv_cache_memory_bytes": run.cache_bytes // 2}
+            more = {f"{backend} fp8": quantized for backend in (OURS, run.peer_of(model))}
+            engines, failed = run.ready(run.pair(stack, model, more=more, wait=False, kv_cache_dtype="auto"))
+            run.row(model=model, failed=failed, **run.both(engines))
+            take_turns(run, engines, jobs, model=model)
 
 
 def readiness(run: Run) -> None:
@@ -219,20 +234,22 @@ def _first_start(run: Run, model: str, **options: Any) -> dict[str, Any]:
 
 
 def dealt(run: Run) -> None:
-    """Decode context parallelism over two GPUs, of models with MLA: judged tokens, beside tensor parallelism alone."""
-    divided: dict[str, Any] = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}
-    for model in run.names or ("deepseek",):
+    """Decode context parallelism over two GPUs: jobs in turns, and judged tokens, beside tensor parallelism alone."""
+    divided: dict[str, Any] = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2, "max_model_len": 32768}
+    for model in run.names or ("deepseek", "one-kv-head"):
         with ExitStack() as stack:
-            more = {f"{OURS} undivided": {"decode_context_parallel_size": 1}, "TRITON_MLA": {}}
-            engines, failed = [], {}
-            for engine in run.pair(stack, model, more=more, wait=False, **divided):
-                try:
-                    engine.wait()
-                    engines.append(engine)
-                except RuntimeError as error:
-                    failed[engine.label] = str(error)
-            judged = run.judged(engines, model, f"{model}.dealt")
-            run.row(model=model, failed=failed, **run.both(engines), **judged)
+            more: dict[str, dict[str, Any]] = {f"{OURS} undivided": {"decode_context_parallel_size": 1}}
+            if run.peer_of(model) == MLA_PEER:
+                more["TRITON_MLA"] = {}
+            else:
+                more |= {f"{OURS} all-to-all": {"dcp_comm_backend": "a2a"}, f"{OURS} eager": {"enforce_eager": True}}
+            engines, failed = run.ready(run.pair(stack, model, more=more, wait=False, **divided))
+            graphs = {engine.label: engine.graphs() for engine in engines}
+            start = run.both(engines)
+            run.row(model=model, failed=failed, graphs=graphs, **start)
+            with_graphs = [engine for engine in engines if not engine.label.endswith("eager")]
+            take_turns(run, with_graphs, DEALT_JOBS, fresh=False, model=model)
+            run.row(model=model, **start, **run.judged(engines, model, f"{model}.dealt"))
 
 
 def rank_figures(run: Run) -> None:
@@ -250,7 +267,7 @@ def rank_figures(run: Run) -> None:
 
 
 SECTIONS = (
-    *(tokens, figures, readiness, host, drafts, refusals, states, invariance),
+    *(tokens, figures, cache_dtypes, readiness, host, drafts, refusals, states, invariance),
     *(server, ranks, dealt, rank_figures),
 )
 

@@ -7,7 +7,8 @@ The archive has one folder, ``site``, for PYTHONPATH: the engine and the package
 ``sglang_packages.txt``, which come from the package index. vLLM is 0.26.0, the last release for PyTorch 2.11; SGLang
 0.5.16 is one of those. Machine code that the benchmarks do not run is zeroed, so that 400 MB pack into 30: code for
 other GPUs, quantized matrix products of vLLM, and of its FlashAttention-3 what is not bf16 at head dimensions 64, 128
-and 256 or of MLA; SGLang's FlashAttention-3 and FlashMLA are left out. Nothing of this belongs into this repository.
+and 256, e4m3 at 64 and 128, or of MLA; SGLang's FlashAttention-3 and FlashMLA are left out. Nothing of this belongs
+into this repository.
 """
 
 from __future__ import annotations
@@ -153,6 +154,7 @@ def _used(cubin: bytes) -> bool:
     if b"CollectiveMainloopFwd" not in cubin:
         return True
     head_dims = (b"ELi64ENS_10bfloat16_t", b"ELi128ENS_10bfloat16_t", b"ELi256ENS_10bfloat16_t")
+    head_dims += (b"ELi64ENS_12float_e4m3_t", b"ELi128ENS_12float_e4m3_t")
     # Of values with another head dimension, those of MLA: 192 / 128 of its prompts, 64 / 512 of its decodes.
     return any(name in cubin for name in (*head_dims, b"ILi64EEEEEELi512E")) and b"ILi64EEEEEELi256E" not in cubin
 

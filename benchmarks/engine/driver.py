@@ -131,6 +131,7 @@ class Run(ABC):
     def __init__(self, chosen: argparse.Namespace) -> None:
         self.out, self.models, self.rounds = chosen.out, chosen.models, chosen.rounds
         self.names, self.cache_bytes, self.label = chosen.names, chosen.cache_bytes, chosen.label
+        self.common = {"kv_cache_dtype": chosen.kv_cache_dtype} if chosen.kv_cache_dtype else {}
         self.result: dict[str, Any] = {}
         self.path = self.out / "none"
         self._imported = False
@@ -138,7 +139,7 @@ class Run(ABC):
     def begin(self, section: str) -> None:
         """A new result."""
         self.path = self.out / f"{self.engine}.{section}{self.label}.json"
-        self.result = {"schema": 1, "commit": commit(), "environment": gpu_environment(), "rows": []}
+        self.result = {"schema": 1, "commit": commit(), "environment": gpu_environment(), **self.common, "rows": []}
         self.result["environment"]["packages"][self.engine] = version(self.engine)
 
     def row(self, **row: Any) -> None:
@@ -198,13 +199,24 @@ class Run(ABC):
         for label, own in variants.items():
             backend = label.split()[0]
             log = self.out / f"{self.path.stem}.{model}.{label.replace(' ', '_')}.log"
-            make = self.maker(self.options(model, backend, **{**options, **own}), in_process)
+            make = self.maker(self.options(model, backend, **{**self.common, **options, **own}), in_process)
             around = {**self.surroundings(backend), **environment}
             engines.append(stack.enter_context(Engine(label, log, make, around)))
         if wait:
             for engine in engines:
                 engine.wait()
         return engines
+
+    def ready(self, engines: list[Engine]) -> tuple[list[Engine], dict[str, str]]:
+        """Of engines that are starting those that started, and by their labels why the others did not."""
+        started, failed = [], {}
+        for engine in engines:
+            try:
+                engine.wait()
+                started.append(engine)
+            except RuntimeError as error:
+                failed[engine.label] = str(error)
+        return started, failed
 
     def judged(self, engines: list[Engine], model: str, label: str) -> dict[str, Any]:
         """Errors of the engines' tokens beside float32; the engines run at the same time, and have ended then."""

@@ -35,6 +35,7 @@ DEEPSEEK_SMALL |= {"num_key_value_heads": 16, "num_attention_heads": 16, "q_lora
 CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", LLAMA | {"num_hidden_layers": 4}),
     "llama-shape": ("LlamaConfig", LLAMA | {"num_hidden_layers": 32}),
+    "llama-half-shape": ("LlamaConfig", LLAMA | {"num_hidden_layers": 16}),
     "llama-eagle": ("LlamaConfig", LLAMA | {"num_hidden_layers": 1}),
     "gemma2": ("Gemma2Config", GEMMA2),
     "gemma3": ("Gemma3TextConfig", GEMMA_4B | {"num_hidden_layers": 6, "sliding_window": 512}),
@@ -44,6 +45,8 @@ CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "gptoss": ("GptOssConfig", GPT_OSS | {"num_hidden_layers": 4, "num_local_experts": 8}),
     "deepseek": ("DeepseekV3Config", DEEPSEEK_SMALL | {"num_hidden_layers": 4}),
     "deepseek-shape": ("DeepseekV3Config", DEEPSEEK | {"num_hidden_layers": 8}),
+    # Of whose keys a rank has as many as the others.
+    "one-kv-head": ("LlamaConfig", LLAMA | {"num_hidden_layers": 4, "num_key_value_heads": 1}),
     "alibi-shape": ("BloomConfig", {"hidden_size": 1024, "n_layer": 2, "n_head": 8, "vocab_size": VOCABULARY}),
     "wide-shape": ("LlamaConfig", LLAMA | {"num_hidden_layers": 2, "num_attention_heads": 8, "head_dim": 512}),
     "gptoss-shape": ("GptOssConfig", GPT_OSS | {"num_hidden_layers": 8, "num_local_experts": 32}),

@@ -20,6 +20,7 @@ def main(kind: type[Run], sections: tuple[Callable[[Run], None], ...]) -> None:
     parser.add_argument("--label", default="", help="part of the names of results")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cache-bytes", type=int, default=12_000_000_000, help="of a vLLM's cache (%(default)s)")
+    parser.add_argument("--kv-cache-dtype", help="of engines that a section does not give one (the model's)")
     parser.add_argument("sections", nargs="+", choices=sorted(named))
     chosen = parser.parse_args()
     chosen.out.mkdir(parents=True, exist_ok=True)

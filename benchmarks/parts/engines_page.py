@@ -28,6 +28,8 @@ NAMES = {
 MODELS = {
     "llama": "Llama 3 8B, 4 layers",
     "llama-shape": "Llama 3 8B, 32 layers",
+    "llama-half-shape": "Llama 3 8B, 16 layers",
+    "one-kv-head": "32 heads on one KV head, 4 layers",
     "gptoss": "GPT-OSS, 4 layers, 8 experts",
     "gptoss-shape": "GPT-OSS 20B, 8 layers",
     "gemma2": "Gemma 2, 6 layers",
@@ -107,6 +109,38 @@ def _jobs(engine: str, rows: Sequence[Row]) -> str:
         job = f"{row['job']}{', prompts cached' if kind == 'cached' else ''}"
         lines.append((MODELS[row["model"]], job, *seconds, *shown))
     return _table(("model", "requests x prompt + new tokens", "ours, s", "other, s", "job", "decodes"), lines)
+
+
+def _dealt(engine: str, rows: Sequence[Row]) -> str:
+    """Judged tokens, and the time of a step that decodes."""
+    lines: list[tuple[object, ...]] = []
+    jobs = [row for row in rows if "job" in row]
+    labels = list(dict.fromkeys(label for row in jobs for label in row["rounds"]))
+    for row in jobs:
+        steps = int(row["job"].rpartition(" ")[2]) - 1
+        best = {label: best_of(rounds)["decode"] / steps for label, rounds in row["rounds"].items()}
+        shown = [f"{best[label] * 1e3:.2f}" if label in best else "-" for label in labels]
+        lines.append((MODELS[row["model"]], row["job"], *shown))
+    heads = ("model", "requests x cached prompt + new tokens", *(f"{_name(label)}, ms" for label in labels))
+    judged = _tokens(engine, [row for row in rows if "made" in row])
+    of_steps = "Time of a step that decodes, best of the rounds, engines in turns:"
+    return "\n\n".join((judged, of_steps, _table(heads, lines)) if lines else (judged,))
+
+
+def _cache_dtypes(engine: str, rows: Sequence[Row]) -> str:
+    lines = []
+    jobs = [row for row in rows if "job" in row]
+    labels = list(dict.fromkeys(label for row in jobs for label in row["rounds"]))
+    for row in jobs:
+        requests, new = (int(row["job"].split(" ")[number]) for number in (0, -1))
+        best = {label: best_of(rounds) for label, rounds in row["rounds"].items()}
+        rates = {
+            label: (requests * new / times["whole"], requests * (new - 1) / times["decode"])
+            for label, times in best.items()
+        }
+        shown = ["{:,.0f} / {:,.0f}".format(*rates[label]) if label in rates else "-" for label in labels]
+        lines.append((MODELS[row["model"]], row["job"], *shown))
+    return _table(("model", "requests x prompt + new tokens", *map(_name, labels)), lines)
 
 
 def _readiness(engine: str, rows: Sequence[Row]) -> str:
@@ -220,6 +254,8 @@ def _reason(row: Row) -> str:
 SECTIONS: Mapping[str, Callable[[str, Sequence[Row]], str]] = {
     "figures": _jobs,
     "tokens": _tokens,
+    "cache_dtypes": _cache_dtypes,
+    "tokens_fp8": _tokens,
     "deterministic": _states,
     "drafts": _drafts,
     "server": _server,
@@ -232,7 +268,7 @@ SECTIONS: Mapping[str, Callable[[str, Sequence[Row]], str]] = {
 RANKS: Mapping[str, Callable[[str, Sequence[Row]], str]] = {
     "ranks": _ranks,
     "rank_figures": _jobs,
-    "dealt": _tokens,
+    "dealt": _dealt,
 }
 TITLES = {
     "ranks": "tensor parallelism over two GPUs",
@@ -240,6 +276,8 @@ TITLES = {
     "dealt": "decode context parallelism over two GPUs",
     "figures": "jobs",
     "tokens": "tokens beside float32",
+    "cache_dtypes": "jobs over 16-bit and e4m3 caches",
+    "tokens_fp8": "tokens over an e4m3 cache beside float32",
     "deterministic": "deterministic inference",
     "drafts": "draft tokens",
     "server": "HTTP server",
@@ -254,12 +292,15 @@ WORDS = {
     "took to start, and both ranks of ours at once on an empty store, with a server that counts what it sends.",
     "rank_figures": "Tensor parallelism of 2. Best of the rounds, engines in turns; the last two columns: the other's "
     "time over ours, of the whole job and of its decodes behind cached prompts.",
-    "dealt": "Tensor and decode context parallelism of 2, MLA; undivided: tensor parallelism alone. Mean error of the "
+    "dealt": "Tensor and decode context parallelism of 2; undivided: tensor parallelism alone. Mean error of the "
     "chosen token's logprob beside float32.",
     "figures": "Best of the rounds, engines in turns; the last two columns: the other's time over ours, of the whole "
     "job and of its decodes behind cached prompts.",
     "tokens": "Random weights; 32 prompts of 1 to 3,500 tokens, 48 greedy tokens each: mean error of the chosen "
     "token's logprob beside float32.",
+    "cache_dtypes": "New tokens a second, of the whole job / of its decodes behind cached prompts; best of the rounds, "
+    "engines in turns. fp8: `kv_cache_dtype=fp8`, else bf16.",
+    "tokens_fp8": "`kv_cache_dtype=fp8` with scales of 1; as above.",
     "deterministic": "Logprobs of a request alone, and among other requests.",
     "drafts": "Prompts that repeat themselves, 128 new tokens each; which draft tokens hold depends on the tokens, "
     "and so on the rounding of each backend.",

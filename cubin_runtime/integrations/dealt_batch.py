@@ -7,7 +7,6 @@ over the ranks, every rank attends with all heads to its own keys, and the parts
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ from ..attention.gqa import paged_decode
 from ..attention.merge import merge_states
 from ..attention.prefill import context_attention
 from ..errors import UsageError, WorkspaceError
-from .paged_batch import LayerOptions, PagedBatch, Part, decodes_directly
+from .paged_batch import DealtBatch, LayerOptions, Part, decodes_directly
 
 
 class Ranks(NamedTuple):
@@ -28,17 +27,6 @@ class Ranks(NamedTuple):
 
     gather: Callable[[Any], Any]
     combine: Callable[[Any, Any], tuple[Any, Any]]
-
-
-@dataclass
-class DealtBatch(PagedBatch):
-    """A ``PagedBatch`` whose ``table`` and ``lengths`` count the keys on this rank.
-
-    Decodes have a token each, which is among their keys. The keys of ``prefills`` are those before the new tokens;
-    without ``has_context`` no request has any. All ranks have the same parts and the same ``has_context``.
-    """
-
-    has_context: bool = False
 
 
 def attend_dealt(

@@ -47,6 +47,17 @@ class PagedBatch:
     prefills: Part | None
 
 
+@dataclass
+class DealtBatch(PagedBatch):
+    """A step over keys that are dealt to ranks: ``table`` and ``lengths`` count those on this rank.
+
+    Decodes have a token each, which is among their keys. The keys of ``prefills`` are those before the new tokens;
+    without ``has_context`` no request has any. All ranks have the same parts and the same ``has_context``.
+    """
+
+    has_context: bool = False
+
+
 class LayerOptions(NamedTuple):
     """Options of a layer; ``window_left`` counts the keys before a token's own, -1: all. ``sinks`` are float32.
 

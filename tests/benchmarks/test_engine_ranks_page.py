@@ -42,5 +42,17 @@ def test_a_file_that_was_sent_again_is_told(tmp_path: Path) -> None:
     assert "| 2 files, up to 2 times | - |" in ranks(tmp_path)
 
 
+def test_a_step_over_keys_on_two_ranks(tmp_path: Path) -> None:
+    labels = ("CUSTOM", "FLASH_ATTN", "CUSTOM undivided", "CUSTOM eager")
+    judged = {each: {"mean_error": 0.02, "tokens": 9} for each in labels}
+    rounds = {each: [{"cached": 1.5 + number, "first": 0.5, "decode": 1.0}] for number, each in enumerate(labels[:3])}
+    model = {"model": "one-kv-head"}
+    job = {**model, "job": "1 x 30,000 + 65", "rounds": rounds}
+    write(tmp_path, "dealt", {**model, "start": {}}, job, {**model, "made": dict.fromkeys(labels), "judge": judged})
+    text = ranks(tmp_path)
+    assert "| model | tokens | ours | FlashAttention-3 | ours undivided | ours without graphs |" in text
+    assert "| 32 heads on one KV head, 4 layers | 1 x 30,000 + 65 | 15.62 | 31.25 | 46.88 |" in text
+
+
 def test_nothing_is_said_before_there_is_a_measurement(tmp_path: Path) -> None:
     assert ranks(tmp_path) == ""

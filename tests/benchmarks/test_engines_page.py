@@ -44,6 +44,17 @@ def test_the_best_of_the_rounds_and_the_ratios_of_a_job(tmp_path: Path) -> None:
     assert text.endswith("| Llama 3 8B, 32 layers | 1 x 8 + 2 | 1.50 | 1.80 (Triton) | 1.20 | - |")
 
 
+def test_new_tokens_a_second_over_caches_of_two_dtypes(tmp_path: Path) -> None:
+    rounds = {
+        label: [{"whole": 2.0 * seconds, "cached": 1.5 * seconds, "first": 0.5 * seconds}]
+        for label, seconds in (("CUSTOM", 2), ("CUSTOM fp8", 1))
+    }
+    row = {"model": "llama-half-shape", "job": "64 x 1,024 + 257", "rounds": rounds}
+    text = page(tmp_path, "vllm_cache_dtypes", row)
+    assert "| ours | ours fp8 |" in text
+    assert text.endswith("| Llama 3 8B, 16 layers | 64 x 1,024 + 257 | 4,112 / 8,192 | 8,224 / 16,384 |")
+
+
 def test_what_came_after_the_first_requests_is_counted_from_there(tmp_path: Path) -> None:
     counts = {20: (2, 52, 12), 500: (2, 53, 14)}
     names = ("loads", "allocations", "functions")

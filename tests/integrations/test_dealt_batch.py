@@ -12,8 +12,8 @@ from dealt_ranks import PAGE, Group, Requests, merged, use_references  # noqa: E
 
 from cubin_runtime.distributed import KvPartition  # noqa: E402
 from cubin_runtime.errors import UsageError  # noqa: E402
-from cubin_runtime.integrations.dealt_batch import DealtBatch, Ranks, attend_dealt, check_dealt_layer  # noqa: E402
-from cubin_runtime.integrations.paged_batch import LayerOptions, Part  # noqa: E402
+from cubin_runtime.integrations.dealt_batch import Ranks, attend_dealt, check_dealt_layer  # noqa: E402
+from cubin_runtime.integrations.paged_batch import DealtBatch, LayerOptions, Part  # noqa: E402
 
 pytestmark = pytest.mark.torch
 WORLD, HEADS, COLUMNS, SCALE = 2, 8, 8, 0.1

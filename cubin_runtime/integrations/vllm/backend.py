@@ -23,8 +23,8 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from ...distributed.partition import KvPartition
 from ...errors import UsageError
 from ...kernels.native.decode.shape import MAX_QUERIES
-from ..dealt_batch import DealtBatch, Ranks, attend_dealt, check_dealt_layer, hold_a_dealt_step
-from ..paged_batch import BLOCK_SIZES, HEAD_SIZES, LayerOptions, PagedBatch, Part, attend, check_layer
+from ..dealt_batch import Ranks, attend_dealt, check_dealt_layer, hold_a_dealt_step
+from ..paged_batch import BLOCK_SIZES, HEAD_SIZES, DealtBatch, LayerOptions, PagedBatch, Part, attend, check_layer
 from ..readiness import reserve, warm_up
 from ..scratch import Limits
 from .versions import backend_name, cache_interface, decode_tokens, key_ranks
