@@ -45,7 +45,7 @@ JOBS: dict[str, tuple[list[int], int]] = {
 DEALT_JOBS: dict[str, tuple[list[int], int]] = {
     "1 x 30,000 + 64": ([30000], 64),
     "16 x 7,000 + 64": ([7000] * 16, 64),
-    "32 x 30,000 + 64": ([30000] * 32, 64),
+    "16 x 30,000 + 64": ([30000] * 16, 64),
 }
 NGRAM = {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2}
 SHAPES = ("llama-shape", "gptoss-shape", "gemma3-shape", "qwen3moe-shape", "deepseek-shape")
@@ -76,7 +76,7 @@ def figures(run: Run) -> None:
 
 def cache_dtypes(run: Run) -> None:
     """Jobs over caches of both dtypes in turns; as many bytes of cache as the prompts need."""
-    jobs = {name: JOBS[name] for name in ("64 x 1,024 + 256", "16 x 7,000 + 128")}
+    jobs = {"64 x 1,024 + 128": ([1024] * 64, 128), "16 x 7,000 + 64": ([7000] * 16, 64)}
     for model in run.names or ("llama-half-shape",):
         with ExitStack() as stack:
             quantized = {"kv_cache_dtype": "fp8", "kv_cache_memory_bytes": run.cache_bytes // 2}
