@@ -2,7 +2,7 @@
 
 Run by ``engine_run.sh`` with what ``tools/pack_engine.py`` packed, with the options of ``engine_vllm.py``. Sections:
 
-* ``tokens``: greedy tokens of models with random weights, with graphs and without, judged in float32.
+* ``tokens``: greedy tokens of models with random weights, judged in float32.
 * ``deterministic``: bits of requests in crowds, with deterministic inference.
 * ``drafts``: jobs with n-gram drafts, and judged tokens.
 * ``figures``: jobs of models of real shapes; engines take turns, ``--rounds`` times.
@@ -71,14 +71,16 @@ class SglangRun(Run):
 
 
 def tokens(run: Run) -> None:
-    """Judged tokens, model by model."""
-    for model in run.names or MODELS:
+    """Judged tokens of two models at a time, as a start takes long."""
+    names = run.names or MODELS
+    for pair in (names[number : number + 2] for number in range(0, len(names), 2)):
         with ExitStack() as stack:
-            try:
-                engines = run.pair(stack, model, more={f"{OURS} eager": {"disable_cuda_graph": True}})
-                run.row(model=model, **run.both(engines), **run.judged(engines, model, model))
-            except RuntimeError as error:
-                run.row(model=model, error=str(error))
+            starting = {model: run.pair(stack, model, wait=False) for model in pair}
+            for model, of_model in starting.items():
+                engines, failed = run.ready(of_model)
+                graphs = {engine.label: engine.graphs() for engine in engines}
+                row = {"model": model, "failed": failed, "graphs": graphs, **run.both(engines)}
+                run.row(**row, **run.judged(engines, model, model))
 
 
 def deterministic(run: Run) -> None:
@@ -107,7 +109,7 @@ def drafts(run: Run) -> None:
 
 def figures(run: Run) -> None:
     """Jobs in turns."""
-    for model in run.names or ("llama-shape",):
+    for model in run.names or ("llama-half-shape",):
         with ExitStack() as stack:
             engines = run.pair(stack, model)
             run.row(model=model, **run.both(engines))

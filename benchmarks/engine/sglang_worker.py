@@ -11,6 +11,8 @@ DEFAULTS = {"skip_tokenizer_init": True, "context_length": 8192, "dtype": "bfloa
 DEFAULTS |= {"page_size": 64, "sampling_backend": "pytorch", "log_level": "info", "chunked_prefill_size": 4096}
 # Engines share the card: tokens, not a part of its memory, say how large a cache is.
 DEFAULTS |= {"mem_fraction_static": 0.92, "cuda_graph_max_bs_decode": 64}
+# Capturing prompts takes a minute of every start; attention runs outside of these graphs.
+DEFAULTS |= {"disable_prefill_cuda_graph": True}
 
 
 class Worker(Requests):
