@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from cubin_runtime.attention.tolerances import ELEMENT_TOLERANCE
+
 from .client_pages import LAYOUTS
 from .tables import Report, table, us
 
@@ -39,7 +41,8 @@ def steps(report: Report) -> str:
             ),
             _wins(rows),
             "The largest difference between a step's output and that of one GPU with all keys, by the largest value: "
-            f"{errors}. Steps ran as calls and as replays with other queries and lengths.",
+            f"{errors}. Tests with random arguments allow {ELEMENT_TOLERANCE:g}. Steps ran as calls and as replays "
+            "with other queries and lengths.",
             f"**Predictions, not measured.** The times of {world} GPUs continued along bytes read and bytes sent, to "
             "more GPUs that are linked as these are; the higher number if each further GPU adds as much latency to "
             "the exchange as the measured one:",
