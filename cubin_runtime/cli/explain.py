@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -62,12 +62,8 @@ def explain(
         str | None,
         _optional("--family", "decode or prefill, in place of --op; of prefill whole prompts without --q-len."),
     ] = None,
-    sm: Annotated[
-        int | None, _optional("--sm", "GPU model: 100 (default) or 103; hopper: 80 to 121, default 90.")
-    ] = None,
-    multiprocessors: Annotated[
-        int | None, _optional("--sms", "Multiprocessors of the GPU; default 148, hopper: by --sm.")
-    ] = None,
+    sm: Annotated[int | None, _optional("--sm", "GPU model: 80 to 121; default 90, of trtllm-gen 100.")] = None,
+    multiprocessors: Annotated[int | None, _optional("--sms", "Multiprocessors of the GPU; default by --sm.")] = None,
     gpu: Annotated[str | None, _optional("--gpu", "hopper: the GPU's name, which selects measured costs.")] = None,
     batch: Annotated[int, _option("--batch", "Sequences.")] = 1,
     q_len: Annotated[int, _option("--q-len", "Upper bound on the query lengths.")] = 1,
@@ -104,10 +100,10 @@ def explain(
     out: Annotated[Path | None, _optional("--out", "Output file of --cases.")] = None,
     both: Annotated[bool, _option("--both", "With --cases: our policy too, under 'best'.")] = False,
     release: Annotated[
-        str | None, _optional("--release", f"Pinned release; default {RELEASE}, hopper: this version's.")
+        str | None, _optional("--release", f"Pinned release; default this version's, of trtllm-gen {RELEASE}.")
     ] = None,
     candidates: Annotated[
-        bool, _option("--candidates", "Also list the candidates; trtllm-gen: descriptors and parameters, too.")
+        bool, _option("--candidates", "Also details and the candidates; trtllm-gen: descriptors and parameters, too.")
     ] = False,
     store: options.StoreOption = None,
     source: options.SourceOption = None,
@@ -125,7 +121,7 @@ def explain(
         if json:
             output.emit_json("explain", explanation.record)
         else:
-            _show(explanation.sections, candidates)
+            _show(explanation.choice, explanation.details if candidates else ())
         return
     from ..kernels.trtllm_gen.traits import Policy
     from .example_case import Shapes, case_of
@@ -172,9 +168,9 @@ def _is_native(context: typer.Context) -> bool:
         raise UsageError(f"backend={backend!r}: expected one of {', '.join(BACKENDS)}")
     given = {name for name in context.params if _is_given(context, name)}
     native: bool = backend == HOPPER
-    if backend == AUTO and sm not in (None, *TRTLLM_GEN_SMS) and not given & {"case", "cases"}:
+    if backend == AUTO and sm not in TRTLLM_GEN_SMS and not given & {"case", "cases"}:
         operator = explained_operator(_stated(context, CallSizes)).operator
-        native = resolve_backend(operator, AUTO, describe_device(sm)) == HOPPER
+        native = resolve_backend(operator, AUTO, describe_device(NATIVE_SM if sm is None else sm)) == HOPPER
     sizes, shapes = ({field.name for field in fields(kind)} for kind in (CallSizes, Shapes))
     others = TRTLLM_GEN_ONLY | shapes - sizes - DECIDES_NOTHING if native else NATIVE_ONLY | sizes - shapes
     for name in sorted(given & (others - {"sm", "multiprocessors"})):
@@ -224,21 +220,19 @@ def _is_given(context: typer.Context, name: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
-def _show(sections: Iterable[Facts | Table], candidates: bool) -> None:
-    """Print the choice, and after it the tables if they were asked for."""
+def _show(choice: Facts, details: Sequence[Facts | Table]) -> None:
+    """Print the choice, and after it the details that were asked for."""
     from ..kernels.explanation import Table
 
-    sections = list(sections)
-    tables = [section for section in sections if isinstance(section, Table)]
-    for number, section in enumerate([section for section in sections if not isinstance(section, Table)]):
-        if number:
-            output.line()
-        output.facts(section)
-    for table in tables if candidates else ():
+    output.facts(choice)
+    for section in details:
         output.line()
-        output.table(table.columns, table.rows)
-    if tables and not candidates:
-        output.note_line("--candidates lists what was compared, with costs or the reason against it")
+        if isinstance(section, Table):
+            output.table(section.columns, section.rows)
+        else:
+            output.facts(section)
+    if not details:
+        output.note_line("--candidates lists what was compared, and details")
 
 
 def _kernels(config: Config, release: str) -> KernelFinder:
@@ -311,4 +305,4 @@ def _explain_case(case: dict[str, Any], kernels: KernelFinder, policy: Policy, j
         shown = {name: value for name, value in record.items() if name not in outcome}
         output.emit_json("explain", {"backend": "trtllm-gen", "policy": policy.value, **shown})
     else:
-        _show(explanation.sections(decision), candidates)
+        _show(explanation.choice(decision), explanation.details(decision) if candidates else ())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shutil
 import sys
 import textwrap
@@ -209,10 +210,17 @@ def facts(rows: Iterable[tuple[str, object]]) -> None:
     room = shutil.get_terminal_size().columns - width - 2 if sys.stdout.isatty() else 0
     for name, value in listed:
         text = escape(value)
-        fits = room < 20 or len(text) <= room
-        lines = [text] if fits else textwrap.wrap(text, room, break_long_words=False, break_on_hyphens=False)
+        lines = [text] if room < 20 or len(text) <= room else _wrapped(text, room)
         for number, part in enumerate(lines or [""]):
             _write(f"{name if number == 0 else '':<{width}}  {part}".rstrip())
+
+
+def _wrapped(text: str, room: int) -> list[str]:
+    """Lines of at most ``room`` columns; a name that is longer than a line is divided where a word of it begins."""
+    if text.isidentifier():
+        text = re.sub(r"(?<=[a-z0-9_])(?=[A-Z])", " ", text)
+        return [line.replace(" ", "") for line in textwrap.wrap(text, room, break_long_words=False)]
+    return textwrap.wrap(text, room, break_long_words=False, break_on_hyphens=False)
 
 
 def size(count: int) -> str:

@@ -19,7 +19,11 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """``sections`` are for people, facts as (name, value) or tables; ``record`` is for JSON."""
+    """What is launched and why: ``choice`` has at most ten lines of 80 columns, ``details`` are shown on request.
 
-    sections: tuple[Facts | Table, ...]
+    Facts are (name, value), tables list what was compared; ``record`` is for JSON.
+    """
+
+    choice: Facts
+    details: tuple[Facts | Table, ...]
     record: Mapping[str, object]

@@ -60,13 +60,16 @@ def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_its_facts_and_candidates_are_told(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
     assert run(capsys, *arguments, "--q-len", 300, "--candidates").splitlines() == [
-        "device     H200, 132 multiprocessors",
+        f"kernel  {CHOSEN.name}",
+        "why     because",
+        f"grid    5 CTAs of {CHOSEN.threads} threads, {CHOSEN.dynamic_shared_bytes} bytes shared memory",
+        "rows    300 in 3 tiles",
+        "L2      no hint",
+        "device  H200, 132 multiprocessors",
+        "",
         f"other SMs  1 more context kernels for {PORTABLE[0].architecture}",
-        f"kernel     {CHOSEN.name}",
-        "why        because",
-        f"grid       5 CTAs of {CHOSEN.threads} threads, {CHOSEN.dynamic_shared_bytes} bytes shared memory",
-        "rows       300 in 3 tiles",
-        "L2         no hint: no other policy was measured for this kernel",
+        "",
+        "L2  no hint: no other policy was measured for this kernel",
         "",
         "kernel\twhy not",
         f"{CHOSEN.name}\t",

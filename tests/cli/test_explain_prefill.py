@@ -23,7 +23,7 @@ def test_prefill_tells_its_tiles_its_order_and_its_time(
     out = run(capsys, *arguments, "--sm", 90, "--family", "prefill", "--kv-len", 8192, "--sms", 132)
     assert "\nrow tiles  at most 257 of 128 rows: 32 tokens x 4 heads\n" in out
     assert "\norder      longest request first; 8 of 8 head packs interleaved\n" in out
-    assert "\nwork       about 504 key tiles for each CTA, if the mask is causal and lengths are equal\n" in out
+    assert "\nwork       about 504 key tiles for each CTA, if causal and of equal lengths\n" in out
     assert "\npredicted  887.4 us on an H200: 10.0 + 504.2 x 1.74\n" in out
 
 

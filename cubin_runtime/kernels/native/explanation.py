@@ -8,7 +8,7 @@ from typing import Any
 
 from ...launch.driver import DeviceFacts
 from ..explanation import Explanation, Facts, Table
-from .cost_model import Estimate, costs_of, stated
+from .cost_model import Costs, Estimate, costs_of, stated
 from .l2_policy import L2Choice, l2_choice
 from .selection import Candidate, Selection
 
@@ -29,22 +29,6 @@ def explain_launches(
     estimates = [estimate for selection in selections if (estimate := _chosen(selection).estimate)]
     costs = costs_of(device.name) if estimates else None
     total = sum(estimate.microseconds for estimate in estimates)
-    elsewhere = {c.kernel.name: c.kernel.architecture for c in selections[0].candidates if not _runs_on(c, device)}
-    of_costs = f", costs of {costs.gpu}" if costs else ""
-    head: list[tuple[str, object]] = [("device", f"{device.name}, {device.multiprocessors} multiprocessors{of_costs}")]
-    if costs:
-        head.append(("fitted to", costs.calibration_text))
-    if len(selections) > 1:
-        head += [("launches", len(selections)), *([("predicted", f"{total:.1f} us")] if estimates else [])]
-    if elsewhere:
-        targets = ", ".join(sorted(set(map(str, elsewhere.values()))))
-        head.append(("other SMs", f"{len(elsewhere)} more {names['operation']} kernels for {targets}"))
-    if pdl:
-        head.append(("attributes", "programmatic dependent launch"))
-    sections: list[Facts | Table] = [tuple(head)] if len(selections) > 1 else []
-    for selection in selections:
-        facts = _facts(selection, shape)
-        sections += [facts if sections else (*head, *facts), _table(selection, device)]
     record: dict[str, object] = {
         "backend": names["backend"],
         "operator": names["operator"],
@@ -59,7 +43,11 @@ def explain_launches(
             "microseconds": total,
             "costs": {"gpu": costs.gpu, "calibration": calibration, **stated(costs)},
         }
-    return Explanation(tuple(sections), record)
+    details: list[Facts | Table] = [head] if (head := _of_all(names, device, selections, costs, pdl=pdl)) else []
+    for selection in selections:
+        details += [facts] if (facts := _details(selection, shape, several=len(selections) > 1)) else []
+        details.append(_table(selection, device))
+    return Explanation(_choice(selections, shape, device, estimates), tuple(details), record)
 
 
 def fields_of(value: Any) -> dict[str, object]:
@@ -67,13 +55,52 @@ def fields_of(value: Any) -> dict[str, object]:
     return {field.name: getattr(value, field.name) for field in fields(value)}
 
 
-def _facts(selection: Selection, shape: Any) -> Facts:
-    kernel, estimate = selection.kernel, _chosen(selection).estimate
-    grid = f"{selection.ctas} CTAs of {kernel.threads} threads, {kernel.dynamic_shared_bytes} bytes shared memory"
-    facts: Facts = (("kernel", kernel.name), ("why", selection.reason), ("grid", grid), *selection.facts(shape))
+def _choice(selections: Sequence[Selection], shape: Any, device: DeviceFacts, estimates: Sequence[Estimate]) -> Facts:
+    """What is launched; of one launch also why, of several the reasons are details."""
+    facts: list[tuple[str, object]] = [("launches", len(selections))] if len(selections) > 1 else []
+    for selection in selections:
+        kernel = selection.kernel
+        grid = f"{selection.ctas} CTAs of {kernel.threads} threads, {kernel.dynamic_shared_bytes} bytes shared memory"
+        why = (("why", selection.reason),) if len(selections) == 1 else ()
+        facts += [("kernel", kernel.name), *why, ("grid", grid), *selection.facts(shape)]
+    policies = dict.fromkeys(choice.policy for selection in selections if (choice := _l2_choice(selection)))
+    if policies:
+        facts.append(("L2", ", ".join(policies)))
+    if not estimates:
+        return (*facts, ("device", f"{device.name}, {device.multiprocessors} multiprocessors"))
+    limits = " and ".join(dict.fromkeys(estimate.limit for estimate in estimates))
+    microseconds = sum(estimate.microseconds for estimate in estimates)
+    return (*facts, ("predicted", f"{microseconds:.1f} us on {device.name}, limited by {limits}"))
+
+
+def _of_all(
+    names: Mapping[str, str], device: DeviceFacts, selections: Sequence[Selection], costs: Costs | None, *, pdl: bool
+) -> Facts:
+    """Details of all launches together."""
+    facts: list[tuple[str, object]] = []
+    if costs:
+        where = f"{device.name}, {device.multiprocessors} multiprocessors, costs of {costs.gpu}"
+        facts += [("device", where), ("fitted to", costs.calibration_text)]
+    elsewhere = {c.kernel.name: c.kernel.architecture for c in selections[0].candidates if not _runs_on(c, device)}
+    if elsewhere:
+        targets = ", ".join(sorted(set(map(str, elsewhere.values()))))
+        facts.append(("other SMs", f"{len(elsewhere)} more {names['operation']} kernels for {targets}"))
+    if pdl:
+        facts.append(("attributes", "programmatic dependent launch"))
+    return tuple(facts)
+
+
+def _details(selection: Selection, shape: Any, *, several: bool) -> Facts:
+    """Details of a launch."""
+    facts: list[tuple[str, object]] = []
+    if several:
+        facts += [("kernel", selection.kernel.name), ("why", selection.reason)]
+    facts += selection.details(shape)
     if choice := _l2_choice(selection):
-        facts = (*facts, ("L2", f"{choice.policy}: {choice.reason}"))
-    return (*facts, ("predicted", f"{estimate.microseconds:.1f} us: {_sum(estimate)}")) if estimate else facts
+        facts.append(("L2", f"{choice.policy}: {choice.reason}"))
+    if estimate := _chosen(selection).estimate:
+        facts.append(("time", f"{estimate.microseconds:.1f} us: {_sum(estimate)}"))
+    return tuple(facts)
 
 
 def _l2_choice(selection: Selection) -> L2Choice | None:

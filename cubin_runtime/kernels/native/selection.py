@@ -71,6 +71,10 @@ class Selection:
         """What is particular to the family, for that problem."""
         raise NotImplementedError
 
+    def details(self, shape: Any) -> Facts:
+        """What else a curious reader may ask."""
+        return ()
+
 
 def number_of(device: DeviceFacts) -> int:
     """The compute capability as a target's number."""

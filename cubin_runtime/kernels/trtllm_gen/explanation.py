@@ -17,34 +17,20 @@ TENSOR_MAP_COLUMNS = ("descriptor", "type", "dims", "strides (bytes)", "box", "s
 PARAMETER_COLUMNS = ("offset", "parameter", "type", "value", "meaning")
 
 
-def facts(decision: Decision) -> Facts:
-    """What is launched and why, as (name, value)."""
-    selection, meta, problem = decision.selection, decision.meta, decision.problem
+def choice(decision: Decision) -> Facts:
+    """What is launched and for what, as (name, value)."""
+    meta, problem, geometry = decision.meta, decision.problem, decision.selection.geometry
+    x, y, z = decision.grid
     rows: list[tuple[str, object]] = [
         ("kernel", meta.symbol),
-        ("asked for", f"{problem.dtypes}: {selection.key}"),
         ("because", _because(problem)),
         ("tile", _tile(decision)),
-    ]
-    if selection.asked is not None:
-        asked = selection.asked
-        held = f"{asked.active_clusters} clusters of {asked.cluster_x} at once, the grid has {asked.grid}"
-        verdict = "so the parts are merged through global memory" if selection.left_cluster else "so clusters stay"
-        rows.append(("occupancy", f"{held}: {verdict}"))
-    x, y, z = decision.grid
-    geometry = selection.geometry
-    rows += [
         ("grid", f"{x} x {y} x {z} = {geometry.ctas} CTAs on {problem.multiprocessors} multiprocessors"),
         (
             "split",
             f"{geometry.ctas_q} along queries, {geometry.ctas_kv} along KV, {geometry.heads_per_cta} heads a CTA",
         ),
-        ("block", f"{meta.threads} threads, {meta.shared_bytes} bytes of dynamic shared memory"),
-        ("attributes", decision.attributes),
-        ("workspace", f"{decision.workspace_bytes} bytes, {decision.scratch_bytes} of them for partial results"),
     ]
-    if decision.counter_bytes:
-        rows.append(("counters", f"{decision.counter_bytes} bytes of zeros beside the workspace"))
     if decision.reduction is not None:
         rows.append(("then", f"reduction over KV splits, grid {decision.reduction.grid}"))
     if decision.lse is not None:
@@ -52,15 +38,35 @@ def facts(decision: Decision) -> Facts:
     return tuple(rows)
 
 
-def sections(decision: Decision) -> tuple[Facts | Table, ...]:
-    """The facts, and the tables that have rows."""
+def details(decision: Decision) -> tuple[Facts | Table, ...]:
+    """What else belongs to the launch, and the tables that have rows."""
     tables = (
         Table(PASS_COLUMNS, pass_rows(decision)),
         Table(CANDIDATE_COLUMNS, candidate_rows(decision)),
         Table(TENSOR_MAP_COLUMNS, tensor_map_rows(decision)),
         Table(PARAMETER_COLUMNS, parameter_rows(decision)),
     )
-    return facts(decision), *(table for table in tables if table.rows)
+    return _details(decision), *(table for table in tables if table.rows)
+
+
+def _details(decision: Decision) -> Facts:
+    selection, meta, problem = decision.selection, decision.meta, decision.problem
+    rows: list[tuple[str, object]] = [("asked for", f"{problem.dtypes}: {selection.key}")]
+    if problem.is_generation and not problem.is_mla:
+        rows.append(("tile size", _tile_size(decision)))
+    if selection.asked is not None:
+        asked = selection.asked
+        held = f"{asked.active_clusters} clusters of {asked.cluster_x} at once, the grid has {asked.grid}"
+        verdict = "so the parts are merged through global memory" if selection.left_cluster else "so clusters stay"
+        rows.append(("occupancy", f"{held}: {verdict}"))
+    rows += [
+        ("block", f"{meta.threads} threads, {meta.shared_bytes} bytes of dynamic shared memory"),
+        ("attributes", decision.attributes),
+        ("workspace", f"{decision.workspace_bytes} bytes, {decision.scratch_bytes} of them for partial results"),
+    ]
+    if decision.counter_bytes:
+        rows.append(("counters", f"{decision.counter_bytes} bytes of zeros beside the workspace"))
+    return tuple(rows)
 
 
 def pass_rows(decision: Decision) -> tuple[Row, ...]:
@@ -109,11 +115,14 @@ def _tile(decision: Decision) -> str:
     text = f"{key.tile_q} rows of queries, {key.tile_kv} KV tokens"
     if not problem.is_generation or problem.is_mla:
         return text
-    rows = f"{text}; {problem.group} heads x {problem.max_q} tokens share a KV head"
-    if problem.max_q == 1:
-        return f"{rows}, one token is not compared"
+    return f"{text}; {problem.group} heads x {problem.max_q} tokens share a KV head"
+
+
+def _tile_size(decision: Decision) -> str:
+    if decision.problem.max_q == 1:
+        return "one token is not compared"
     compared = any(done.candidates for done in decision.selection.passes)
-    return f"{rows}, {'the cheapest below' if compared else 'the first estimate stands'}"
+    return "the cheapest below" if compared else "the first estimate stands"
 
 
 def _by(numbers: tuple[int, ...]) -> str:

@@ -16,8 +16,11 @@ def explained(**shapes):
 
 
 def test_an_explanation_names_the_kernel_and_the_grid() -> None:
-    facts = dict(explanation.facts(explained(lse=True)))
-    assert {"kernel", "asked for", "because", "occupancy", "grid", "attributes", "workspace"} <= set(facts)
+    decision = explained(lse=True)
+    assert {"kernel", "because", "tile", "grid", "split", "then"} == set(dict(explanation.choice(decision)))
+    more, *tables = explanation.details(decision)
+    assert {"asked for", "tile size", "occupancy", "block", "attributes", "workspace"} <= set(dict(more))
+    assert len(tables) == 3
 
 
 def test_an_explanation_shows_each_candidate_with_its_cost() -> None:
@@ -44,7 +47,7 @@ def test_an_explanation_shows_each_descriptor_that_is_built() -> None:
 def test_a_reduction_and_an_lse_are_said_to_follow() -> None:
     follows = [
         value
-        for name, value in explanation.facts(explained(**MLA, lse=True, kv_len=100_000, q_len=4))
+        for name, value in explanation.choice(explained(**MLA, lse=True, kv_len=100_000, q_len=4))
         if name == "then"
     ]
     assert [str(text).split()[0] for text in follows] == ["reduction", "LSE"]

@@ -69,13 +69,16 @@ class DecodeSelection(Selection):
         return cluster_size, self.cta_group_size, self.ctas // (self.cta_group_size * cluster_size)
 
     def facts(self, shape: DecodeShape) -> Facts:
-        """The rows of a request and how its keys are split."""
+        """How the keys of a request are split."""
         split = "stream-K over all output tiles"
         if self.cluster_size:
             size = self.cluster_size
             split = f"a cluster of {size} CTAs per output tile" if size > 1 else "one CTA per output tile"
-        rows = f"{min(shape.rows, self.max_rows)} in {self.row_tiles} x {self.kernel.traits['rows']}"
-        return ("rows", rows), ("splits", self.splits or split)
+        return (("splits", self.splits or split),)
+
+    def details(self, shape: DecodeShape) -> Facts:
+        """The rows of a request."""
+        return (("rows", f"{min(shape.rows, self.max_rows)} in {self.row_tiles} x {self.kernel.traits['rows']}"),)
 
 
 def select_decode(
@@ -286,8 +289,7 @@ def _reason(fit: Fit, shape: DecodeShape, part: Part, device: DeviceFacts) -> st
         f"{count(grid.row_tiles, 'row tile')} of {kernel.traits['rows']}; "
         f"at most {count(grid.tiles, 'tile')} of {keys} over {count(grid.ctas, 'CTA')} "
         f"({grid.resident} on each of {device.multiprocessors} multiprocessors), "
-        f"{_sharing(grid)}{invariant}; "
-        f"about {fit.microseconds:.1f} us, limited by {fit.estimate.limit}"
+        f"{_sharing(grid)}{invariant}"
     )
 
 

@@ -94,7 +94,7 @@ class ContextSelection(Selection):
         tiles = f"at most {self.row_tiles} of {rows} rows: {rows // self.packed} tokens x {self.packed} heads"
         order = f"longest request first; {self.section_packs} of {shape.head_packs} head packs interleaved"
         key_tiles = self.key_tiles(shape)
-        work = f"about {key_tiles:.0f} key tiles for each CTA, if the mask is causal and lengths are equal"
+        work = f"about {key_tiles:.0f} key tiles for each CTA, if causal and of equal lengths"
         predicted = (
             f"{self.predicted_us(shape):.1f} us on an H200: {_FIXED_US} + {key_tiles:.1f} x {_TILE_US[shape.head_dim]}"
         )
