@@ -40,21 +40,38 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only results a
 ColorOption = Annotated[Color, typer.Option("--color", help="Colour the text; auto: on a terminal without NO_COLOR.")]
 Timeout = Annotated[
     float | None,
-    typer.Option("--timeout", help="Seconds that a server may be silent (CUBIN_RUNTIME_TIMEOUT).", show_default="30"),
+    typer.Option(
+        "--timeout",
+        metavar="SECONDS",
+        help="Seconds that a server may be silent (CUBIN_RUNTIME_TIMEOUT).",
+        show_default="30",
+    ),
 ]
 Retries = Annotated[
     int | None,
-    typer.Option("--retries", help="Retries after a transient failure (CUBIN_RUNTIME_RETRIES).", show_default="3"),
+    typer.Option(
+        "--retries", metavar="N", help="Retries after a transient failure (CUBIN_RUNTIME_RETRIES).", show_default="3"
+    ),
 ]
-Proxy = Annotated[str | None, typer.Option("--proxy", help="URL of a proxy (CUBIN_RUNTIME_PROXY).", show_default=False)]
+Proxy = Annotated[
+    str | None, typer.Option("--proxy", metavar="URL", help="URL of a proxy (CUBIN_RUNTIME_PROXY).", show_default=False)
+]
 CaBundle = Annotated[
     Path | None,
-    typer.Option("--ca-bundle", help="File of certificates to trust (CUBIN_RUNTIME_CA_BUNDLE).", show_default=False),
+    typer.Option(
+        "--ca-bundle",
+        metavar="FILE",
+        help="File of certificates to trust (CUBIN_RUNTIME_CA_BUNDLE).",
+        show_default=False,
+    ),
 ]
 ClientCert = Annotated[
     Path | None,
     typer.Option(
-        "--client-cert", help="PEM file of a certificate and its key (CUBIN_RUNTIME_CLIENT_CERT).", show_default=False
+        "--client-cert",
+        metavar="FILE",
+        help="PEM file of a certificate and its key (CUBIN_RUNTIME_CLIENT_CERT).",
+        show_default=False,
     ),
 ]
 TokenFiles = Annotated[

@@ -32,7 +32,7 @@ def diff(
     offline: options.OfflineOption = False,
     json: options.JsonOption = False,
 ) -> None:
-    """Show which kernels were added, removed and changed between two releases."""
+    """Show which kernels differ between two releases."""
     from ..artifacts.library import Library
     from ..artifacts.releases.comparison import compare_releases
     from ..artifacts.tables.kernel_filter import KernelFilter

@@ -50,11 +50,12 @@ def doctor(
     offline: options.OfflineOption = False,
     json: options.JsonOption = False,
 ) -> None:
-    """Show driver, devices, store, sources and pins, where each setting comes from, and what works on this machine.
+    """Show what works on this machine, and the next steps.
 
-    What was not tried is called "not tried"; each "no" comes with the next step.
+    Driver, devices, store, sources and pins, and where each setting comes from. What was not tried is called "not
+    tried"; each "no" comes with the next step.
     """
-    config, problem = _configured(store, source, pins, offline)
+    config, problem, only_store = _configured(store, source, pins, offline)
     errors = [] if problem is None else [problem]
     check = check or bool(require)
     driver = _driver()
@@ -73,6 +74,7 @@ def doctor(
             "releases": len(releases),
             "signed": len(config.pin_files) if config.pin_keys else 0,
         },
+        "settings_problem": None if problem is None or only_store else str(problem),
         "store": _store(library, problem, write=check),
         "sources": _sources(library, network=check),
         "accelerator": _accelerator(),
@@ -96,15 +98,21 @@ def doctor(
 
 def _configured(
     store: Path | None, source: list[str] | None, pins: list[Path] | None, offline: bool
-) -> tuple[Config, CubinRuntimeError | None]:
-    """The configuration; where it is invalid, a bare one with which the rest can still be shown, and the error."""
+) -> tuple[Config, CubinRuntimeError | None, bool]:
+    """The configuration, the error if it is invalid, and whether that is of the store alone.
+
+    An invalid one is replaced by one with which the rest can still be shown.
+    """
     from ..config import Config
     from ..errors import CubinRuntimeError
 
+    nowhere = Path("/nonexistent/cubin-runtime")
     try:
-        return options.make_config(store, source, pins, offline), None
+        return options.make_config(store, source, pins, offline), None, False
     except CubinRuntimeError as error:
-        return Config(store=Path("/nonexistent/cubin-runtime"), offline=True, lazy_fetch=False), error
+        with suppress(CubinRuntimeError):
+            return options.make_config(nowhere, source, pins, offline), error, True
+        return Config(store=nowhere, offline=True, lazy_fetch=False), error, False
 
 
 def _library(config: Config) -> tuple[Library, CubinRuntimeError | None]:
@@ -325,7 +333,7 @@ def _print(report: dict[str, Any]) -> None:
     )
     output.line()
     for one in report["tasks"]:
-        output.line(sentence(one))
+        output.paragraph(sentence(one))
     sys.stdout.flush()
 
 

@@ -14,6 +14,7 @@ TASKS = ("pins", "store", "fetch", "verify", "kernels", "accelerator", "launch")
 LEAST_DRIVER = "580"
 _CHOOSE_STORE = "name a folder that you can write with --store or CUBIN_RUNTIME_CACHE"
 _CHECK = "'cubin-runtime doctor --check' tries it"
+_SETTINGS, _MEND = "a setting is invalid", "mend the setting that the error below names"
 
 
 def task(
@@ -68,6 +69,8 @@ def sentence(one: Mapping[str, Any]) -> str:
 
 def _pins(report: Mapping[str, Any]) -> dict[str, Any]:
     pins = report["pins"]
+    if report["settings_problem"]:
+        return task("pins", NOT_TRIED, _SETTINGS, _MEND, code=UsageError.exit_code)
     if pins["problem"]:
         step = "repair or sign the pin files, or name others with --pins or CUBIN_RUNTIME_PINS"
         return task("pins", NO, pins["problem"], step, code=PinError.exit_code)
@@ -77,6 +80,8 @@ def _pins(report: Mapping[str, Any]) -> dict[str, Any]:
 
 def _store(report: Mapping[str, Any]) -> dict[str, Any]:
     store = report["store"]
+    if report["settings_problem"]:
+        return task("store", NOT_TRIED, _SETTINGS, _MEND, code=UsageError.exit_code)
     if not store["writable"]:
         reason = store["problem"] or "it cannot be written"
         return task("store", NO, reason, _CHOOSE_STORE, code=StoreError.exit_code)
@@ -86,6 +91,8 @@ def _store(report: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fetches(report: Mapping[str, Any]) -> list[dict[str, Any]]:
+    if report["settings_problem"]:
+        return [task("fetch", NO, _SETTINGS, _MEND, code=UsageError.exit_code)]
     if report["pins"]["problem"]:
         return [task("fetch", NO, "the pins cannot be read", "see pins", code=PinError.exit_code)]
     return [_fetch(report, release) for release in report["releases"]]
@@ -120,6 +127,8 @@ def _fetch(report: Mapping[str, Any], release: Mapping[str, Any]) -> dict[str, A
 
 
 def _verify(report: Mapping[str, Any]) -> dict[str, Any]:
+    if report["settings_problem"]:
+        return task("verify", NO, _SETTINGS, _MEND, code=UsageError.exit_code)
     if report["pins"]["problem"]:
         return task("verify", NO, "the pins cannot be read", "see pins", code=PinError.exit_code)
     if report["store"]["problem"]:

@@ -52,7 +52,9 @@ def export(
     pins: options.PinsOption = None,
     json: options.JsonOption = False,
 ) -> None:
-    """Write a zip of releases, or of some files, for 'fetch --source FILE.zip'. Downloads nothing.
+    """Write a zip of releases, or of some files of them.
+
+    'fetch --source FILE.zip' reads it on another host. Downloads nothing.
 
     With --layout flashinfer write a folder for FlashInfer instead, whose variables 'flashinfer-env FOLDER' prints.
     """
@@ -115,7 +117,10 @@ def flashinfer_env(
     ],
     json: options.JsonOption = False,
 ) -> None:
-    """Print the environment variables that make FlashInfer, and vLLM with it, use a folder and never the network."""
+    """Print the variables that make FlashInfer use a folder.
+
+    With them FlashInfer, and vLLM with it, never use the network.
+    """
     import shlex
 
     from ..artifacts.releases.flashinfer_layout import flashinfer_variables

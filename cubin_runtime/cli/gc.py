@@ -50,7 +50,10 @@ def gc(
     pins: options.PinsOption = None,
     json: options.JsonOption = False,
 ) -> None:
-    """Remove the objects of a release that no other release in the store needs. Only pins known here are considered."""
+    """Remove a release from the store.
+
+    Objects that another release in the store needs stay. Only pins known here are considered.
+    """
     from ..artifacts.library import Library
     from ..artifacts.releases.gc import collect, collect_leftovers, collect_unreferenced
 
@@ -112,7 +115,10 @@ def usage(
     pins: options.PinsOption = None,
     json: options.JsonOption = False,
 ) -> None:
-    """Show how much of the store each pinned release takes, and what none of them needs."""
+    """Show how much of the store each pinned release takes.
+
+    And what none of them needs.
+    """
     from ..artifacts.library import Library
     from ..artifacts.releases.gc import store_usage
 

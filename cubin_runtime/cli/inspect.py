@@ -48,7 +48,10 @@ def inspect(
     offline: options.OfflineOption = False,
     json: options.JsonOption = False,
 ) -> None:
-    """Show a cubin's architecture, kernels and digest, and whether a pin covers it. A release: all its cubins."""
+    """Show the architecture, kernels and digest of a cubin.
+
+    And whether a pin covers it. Of a release: all its cubins.
+    """
     from ..artifacts.cubins.cubin import parse_cubin
     from ..artifacts.library import Library
     from ..artifacts.tables.kernel_filter import KernelFilter

@@ -211,6 +211,7 @@ _DOCTOR = {
             problem=maybe(TEXT, "why it does not deliver, or was not asked"),
         )
     ),
+    "settings_problem": maybe(TEXT, "why settings cannot be read; null if only the store is unknown"),
     "accelerator": closed(installed=FLAG, version=maybe(TEXT, "of the distribution"), problem=maybe(TEXT, "why not")),
     "driver": closed(
         present=FLAG,

@@ -25,32 +25,38 @@ class Cpu(str, Enum):
 
 
 StoreOption = Annotated[
-    Path | None, typer.Option("--store", help="Store to use (CUBIN_RUNTIME_CACHE).", show_default=False)
+    Path | None, typer.Option("--store", metavar="DIR", help="Store to use (CUBIN_RUNTIME_CACHE).", show_default=False)
 ]
 SourceOption = Annotated[
     list[str] | None,
     typer.Option(
         "--source",
+        metavar="PLACE",
         help="URL, directory, .zip, .whl or 'package'; repeat in order (CUBIN_RUNTIME_SOURCES).",
         show_default=False,
     ),
 ]
 PinsOption = Annotated[
     list[Path] | None,
-    typer.Option("--pins", help="A file of further pins (CUBIN_RUNTIME_PINS).", show_default=False),
+    typer.Option("--pins", metavar="FILE", help="A file of further pins (CUBIN_RUNTIME_PINS).", show_default=False),
 ]
 OfflineOption = Annotated[bool, typer.Option("--offline", help="Never use the network (CUBIN_RUNTIME_OFFLINE=1).")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 SmOption = Annotated[
     str | None,
     typer.Option(
-        "--sm", help="Only kernels for this SM, for example 100.", show_default=False, autocompletion=completion.sms
+        "--sm",
+        metavar="SM",
+        help="Only kernels for this SM, for example 100.",
+        show_default=False,
+        autocompletion=completion.sms,
     ),
 ]
 FamilyOption = Annotated[
     list[str] | None,
     typer.Option(
         "--family",
+        metavar="NAME",
         help="Only this family (hopper, fmha, ...) or use (decode, prefill).",
         show_default=False,
         autocompletion=completion.families,
@@ -60,17 +66,19 @@ DtypeOption = Annotated[
     list[str] | None,
     typer.Option(
         "--dtype",
+        metavar="TYPE",
         help="Only kernels with this Q, K, V or output type.",
         show_default=False,
         autocompletion=completion.dtypes,
     ),
 ]
 HeadDimOption = Annotated[
-    list[int] | None, typer.Option("--head-dim", help="Only kernels with this head dimension.", show_default=False)
+    list[int] | None,
+    typer.Option("--head-dim", metavar="N", help="Only kernels with this head dimension.", show_default=False),
 ]
 MatchOption = Annotated[
     list[str] | None,
-    typer.Option("--match", help="Only files or symbols that match this glob.", show_default=False),
+    typer.Option("--match", metavar="GLOB", help="Only files or symbols that match this glob.", show_default=False),
 ]
 CpuOption = Annotated[
     Cpu | None,

@@ -16,6 +16,7 @@ from contextvars import ContextVar
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TextIO
 
+from ..byte_sizes import size as size
 from ..errors import CubinRuntimeError
 from ..values import dataclass
 from .redaction import redacted
@@ -134,11 +135,21 @@ def line(text: object = "") -> None:
     _write(escape(text))
 
 
+def paragraph(text: object) -> None:
+    """Print one escaped line; on a terminal it is wrapped between words, with what follows indented."""
+    for part in _on_terminal(escape(text), sys.stdout, indent=4):
+        _write(part)
+
+
 def error_line(text: object) -> None:
-    """Print one escaped line, marked as an error, to the standard error stream; line breaks stay."""
-    mark = f"{_RED}error:{_PLAIN} " if LOUDNESS.get().colors(sys.stderr) else "error: "
+    """Print one escaped line, marked as an error, to the standard error stream; line breaks stay.
+
+    On a terminal long lines are wrapped between words.
+    """
+    mark = f"{_RED}error:{_PLAIN}" if LOUDNESS.get().colors(sys.stderr) else "error:"
     for number, part in enumerate(str(text).splitlines() or [""]):
-        _tell(f"{mark if number == 0 else '  '}{escape(part)}")
+        for line in _on_terminal(f"{'error:' if number == 0 else ' '} {escape(part)}", sys.stderr, indent=2):
+            _tell(line.replace("error:", mark, 1) if number == 0 and line.startswith("error:") else line)
 
 
 def traceback_lines() -> None:
@@ -223,16 +234,13 @@ def _wrapped(text: str, room: int) -> list[str]:
     return textwrap.wrap(text, room, break_long_words=False, break_on_hyphens=False)
 
 
-def size(count: int) -> str:
-    """Bytes for people, in powers of ten.
-
-    >>> size(1651218689)
-    '1.65 GB'
-    """
-    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if count >= factor:
-            return f"{count / factor:.2f} {unit}"
-    return f"{count} bytes"
+def _on_terminal(text: str, stream: TextIO, *, indent: int) -> list[str]:
+    """The lines of a text: one, unless the stream is a terminal that is narrower."""
+    room = shutil.get_terminal_size().columns if stream.isatty() else 0
+    if room < 20 or len(text) <= room:
+        return [text]
+    wrap = textwrap.TextWrapper(room, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
+    return wrap.wrap(text)
 
 
 def some(word: str, items: Sequence[str], most: int = 20) -> None:

@@ -64,8 +64,9 @@ def pin(
     offline: options.OfflineOption = False,
     json: options.JsonOption = False,
 ) -> None:
-    """Trust a release: with --sha256 write a pin, without it only show what the sources have.
+    """Trust a release: write a pin with its digest.
 
+    Without --sha256 only show what the sources have.
     With --sha256 and --offline, write it without looking at the manifest where no local source has it.
     With --from-flashinfer, trust every release for which FlashInfer has a manifest digest, as one group.
     """
@@ -159,7 +160,10 @@ def unpin(
     pins: options.PinsOption = None,
     json: options.JsonOption = False,
 ) -> None:
-    """Stop trusting a release: remove its pin from your own pin file. The store keeps its files."""
+    """Stop trusting a release.
+
+    Its pin is removed from your own pin file; the store keeps its files.
+    """
     from ..artifacts.library import Library
     from ..artifacts.pins.pin_file import remove_group, remove_pin
 

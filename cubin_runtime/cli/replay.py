@@ -36,7 +36,10 @@ def replay(
     offline: options.OfflineOption = False,
     json: options.JsonOption = False,
 ) -> None:
-    """Compare recorded calls with a float64 reference and run them again; code 9 if an output is wrong."""
+    """Compare recorded calls with a float64 reference.
+
+    They are run again where there is a GPU; code 9 if an output is wrong.
+    """
     from ..debug.recorded import read_call, replay_call
 
     config = replace(options.make_config(store, source, pins, offline), record=None)

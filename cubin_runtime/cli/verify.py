@@ -47,7 +47,10 @@ def verify(
     offline: options.OfflineOption = False,
     json: options.JsonOption = False,
 ) -> None:
-    """Hash the files in the store or in a published tree, and compare them with the pinned manifest."""
+    """Hash the files of releases, and compare with the pins.
+
+    They are those in the store, or with --tree those of a published tree.
+    """
     from ..artifacts.library import Library
     from ..artifacts.releases.repair import repair as repair_store
     from ..artifacts.releases.targets import chosen, expanded

@@ -360,8 +360,23 @@ def test_without_a_home_the_rest_is_still_shown(
     shown = capsys.readouterr()
     assert "there is no home folder for the store" in shown.err
     assert "store: no, there is no home folder for the store" in shown.out
+    assert "pins: yes, " in shown.out
     assert "accelerator: " in shown.out
     assert "launch: no, " in shown.out
+
+
+def test_with_an_invalid_setting_the_rest_is_shown_and_nothing_is_claimed(
+    clean: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUBIN_RUNTIME_TIMEOUT", "soon")
+    assert cli.main(["doctor"]) == 2
+    shown = capsys.readouterr()
+    assert "error: CUBIN_RUNTIME_TIMEOUT" in shown.err
+    for task, state in {"pins": "not tried", "store": "not tried", "fetch": "no", "verify": "no"}.items():
+        assert (
+            f"{task}: {state}, a setting is invalid; next: mend the setting that the error below names\n" in shown.out
+        )
+    assert "accelerator: " in shown.out
 
 
 def test_pins_that_cannot_be_read_leave_the_built_in_ones(report, clean: Path) -> None:

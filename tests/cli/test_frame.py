@@ -270,6 +270,11 @@ def test_errors_are_coloured_where_asked_for(
     assert ("\x1b[31merror:" in capsys.readouterr().err) is colored
 
 
+def test_no_summary_of_a_verb_is_cut(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == 0
+    assert "..." not in capsys.readouterr().out.partition("Commands:")[2]
+
+
 @pytest.mark.parametrize("word", ["-h", "--help"])
 def test_every_verb_has_a_help(capsys: pytest.CaptureFixture[str], word: str) -> None:
     assert cli.main(["gc", word]) == 0

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import io
 import json
 import sys
+from collections.abc import Callable
 
 import pytest
 import typer
@@ -37,6 +39,36 @@ def test_table_cells_are_escaped_and_never_markup(capsys: pytest.CaptureFixture[
 def test_cells_of_a_piped_table_are_never_cut(capsys: pytest.CaptureFixture[str]) -> None:
     output.table(("name", "size"), [("n" * 500, 1)])
     assert "n" * 500 + "\t1" in capsys.readouterr().out
+
+
+def on_narrow_terminal(write: Callable[[], None]) -> str:
+    """What is written to a terminal of 40 columns."""
+    shown = io.StringIO()
+    shown.isatty = lambda: True  # type: ignore[method-assign]
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("stdout", "stderr"):
+            patch.setattr(sys, name, shown)
+        patch.setenv("COLUMNS", "40")
+        write()
+    return shown.getvalue()
+
+
+@pytest.mark.parametrize("color", ["never", "always"])
+def test_an_error_on_a_terminal_is_wrapped_between_words(color: str) -> None:
+    def write() -> None:
+        output.error_line("about 1.65 GB are needed, 29.08 MB are free on this disk\nand this")
+
+    token = output.LOUDNESS.set(output.Loudness(color=color))
+    shown = on_narrow_terminal(write)
+    output.LOUDNESS.reset(token)
+    plain = shown.replace("\x1b[31m", "").replace("\x1b[0m", "")
+    assert plain == "error: about 1.65 GB are needed, 29.08\n  MB are free on this disk\n  and this\n"
+    assert ("\x1b[31merror:\x1b[0m" in shown) == (color == "always")
+
+
+def test_a_paragraph_on_a_terminal_is_wrapped_and_a_word_stays_whole() -> None:
+    shown = on_narrow_terminal(lambda: output.paragraph(f"fetch: no, from https://{'h' * 50}; next: nothing"))
+    assert shown == f"fetch: no, from\n    https://{'h' * 50};\n    next: nothing\n"
 
 
 def test_json_carries_the_schema_number_and_the_verb(capsys: pytest.CaptureFixture[str]) -> None:

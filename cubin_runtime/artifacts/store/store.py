@@ -17,6 +17,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from itertools import groupby
 from pathlib import Path
 
+from ...byte_sizes import size
 from ...errors import CorruptError, MissingError, StoreError
 from ..atomic_write import new_file, temporary_name, unique_name, write_all
 from ..bounded_read import MAX_FILE_BYTES, TooLargeError, digest_of, open_regular, read_bounded
@@ -219,7 +220,7 @@ class Store:
             status = os.statvfs(place)
         free = status.f_bavail * status.f_frsize
         if wanted > free:
-            raise StoreError(f"{self.root}: about {wanted} bytes are needed, {free} are free")
+            raise StoreError(f"{self.root}: about {size(wanted)} are needed, {size(free)} are free")
         if status.f_files and files > status.f_favail:
             raise StoreError(f"{self.root}: {files} files are needed, {status.f_favail} can be created")
 
