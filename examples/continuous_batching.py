@@ -1,6 +1,6 @@
 """A decode loop with continuous batching: requests come and go, and a CUDA graph for each bucket of batch sizes runs.
 
-    pip install "cubin-runtime[kernels,testing]"
+    make install  # in a clone, then the line with which it ends
     python examples/continuous_batching.py
 
 A graph is captured once over fixed buffers. Lengths, page tables and queries are written into them before a replay:
@@ -11,6 +11,10 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
+
+from cubin_runtime.testing import require_module
+
+require_module("numpy", "pip install numpy")
 
 import numpy as np
 

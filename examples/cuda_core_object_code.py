@@ -1,6 +1,7 @@
 """A verified cubin as object code of cuda.core: planned and fetched here, loaded and launched by NVIDIA's library.
 
-    pip install 'cubin-runtime[kernels]' 'cuda-core[cu13]'
+    make install                      # in a clone, then the line with which it ends
+    pip install 'cuda-core[cu13]'
     python examples/cuda_core_object_code.py
 
 Without a GPU the launch is left out, and the plan is that of an H200.
@@ -13,11 +14,13 @@ import struct
 from math import prod
 from typing import Any
 
-try:
-    from cuda.bindings import driver as cuda
-    from cuda.core import Device, ObjectCode
-except ImportError as error:
-    raise SystemExit(f"error: {error}; pip install 'cuda-core[cu13]' installs it") from None
+from cubin_runtime.testing import require_module
+
+for name in ("cuda.bindings", "cuda.core"):
+    require_module(name, "pip install 'cuda-core[cu13]'")
+
+from cuda.bindings import driver as cuda
+from cuda.core import Device, ObjectCode
 
 from cubin_runtime.artifacts.cubins.cubin import parse_cubin
 from cubin_runtime.artifacts.library import Library

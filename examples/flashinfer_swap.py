@@ -1,6 +1,6 @@
 """Code written for FlashInfer on our kernels: one import changes, the calls stay.
 
-pip install "cubin-runtime[kernels,testing]"
+make install  # in a clone, then the line with which it ends
 python examples/flashinfer_swap.py
 """
 
@@ -8,6 +8,10 @@ from __future__ import annotations
 
 from types import ModuleType
 from typing import Any
+
+from cubin_runtime.testing import require_module
+
+require_module("numpy", "pip install numpy")
 
 import numpy as np
 

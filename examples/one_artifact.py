@@ -1,10 +1,14 @@
 """One artifact by path: find it, fetch it, verify it, read its facts, launch it.
 
-pip install "cubin-runtime[kernels,testing]"
+make install  # in a clone, then the line with which it ends
 python examples/one_artifact.py
 """
 
 from __future__ import annotations
+
+from cubin_runtime.testing import require_module
+
+require_module("numpy", "pip install numpy")
 
 import cubin_runtime
 from cubin_runtime import plan_paged_decode

@@ -1,6 +1,6 @@
 """Verify a tree of draft tokens in one decode: each token sees its ancestors alone, by a mask of 32 bits.
 
-    pip install "cubin-runtime[kernels,testing]"
+    make install  # in a clone, then the line with which it ends
     python examples/speculative_tree.py
 
 The target model then accepts one path from the root; the last lines show which keys stay in the cache.
@@ -9,6 +9,10 @@ The target model then accepts one path from the root; the last lines show which 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+from cubin_runtime.testing import require_module
+
+require_module("numpy", "pip install numpy")
 
 import numpy as np
 

@@ -1,6 +1,6 @@
 """Test a kernel without a serving stack: devices, data, references and tolerances; ``plugin`` has pytest's fixtures.
 
-Needs numpy. What is here is imported when its name is first used.
+Needs numpy, but for ``require_module``. What is here is imported when its name is first used.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .device import Device, missing_device
     from .first_device import on_first_device
     from .graph_driver import GraphDriver
+    from .requirements import require_module
     from .standin import StandIn, build_standin
     from .standin_device import StandInDevice
     from .values import from_bits, to_bits
@@ -33,6 +34,7 @@ _MODULES = {
     "mla_case": "cases",
     "on_first_device": "first_device",
     "paged_case": "cases",
+    "require_module": "requirements",
     "to_bits": "values",
 }
 
@@ -51,6 +53,7 @@ __all__ = [
     "mla_case",
     "on_first_device",
     "paged_case",
+    "require_module",
     "to_bits",
 ]
 

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from ..errors import CubinRuntimeError
+from ..errors import CubinRuntimeError, MissingError
 from .device import Device, missing_device
 from .graph_driver import GraphDriver
+from .requirements import stop
 from .standin import StandIn, build_standin
 from .standin_device import StandInDevice
 
@@ -21,8 +22,8 @@ def on_first_device(main: Callable[[Device], None]) -> None:
     checked and recorded, and kernels compute nothing.
 
     Raises:
-        SystemExit: there is neither a GPU nor what the stand-in is built from, or the kernels are not available; with
-            the message of the error and what to do.
+        SystemExit: there is neither a GPU nor what the stand-in is built from, or the kernels are not available; the
+            error stream has the message and what to do, and the exit code is that of the command line.
     """
     from ..attention import Runtime, set_default_runtime
 
@@ -35,7 +36,7 @@ def on_first_device(main: Callable[[Device], None]) -> None:
             set_default_runtime(Runtime(driver=driver))
             main(device)
     except CubinRuntimeError as error:
-        raise SystemExit(f"error: {error}") from None
+        stop(error)
 
 
 def _on_standin(main: Callable[[Device], None], why: str) -> None:
@@ -45,8 +46,8 @@ def _on_standin(main: Callable[[Device], None], why: str) -> None:
         try:
             standin = StandIn(build_standin(Path(folder)))
         except FileNotFoundError as error:
-            need = "a C compiler and pip install 'cubin-runtime[examples]'"
-            raise SystemExit(f"error: no GPU: {why}\n  and no stand-in driver: {error}; it needs {need}") from None
+            need = "a C compiler, and the header that pip install 'cubin-runtime[examples]' brings"
+            stop(MissingError(f"no GPU: {why}\n  and no stand-in driver, which needs {need}: {error}"))
         standin.reset()
         print("no GPU: launches go to a stand-in driver, which checks and records them and computes nothing")
         with StandInDevice(standin) as device:

@@ -1,8 +1,9 @@
 """A kernel of your own: compile it, make a release of it, pin the release, fetch and verify it, launch it.
 
-    pip install "cubin-runtime[testing]"
-    python examples/custom_kernel/custom_kernel.py        # with nvcc on PATH, or NVCC=/path/to/nvcc
+    make install  # in a clone, then the line with which it ends
+    python examples/custom_kernel/custom_kernel.py
 
+It takes the nvcc of NVCC=/path/to/nvcc, of PATH, or of pip install 'cubin-runtime[build]'.
 A host that serves needs the last three steps alone: no compiler, and only bytes whose digest is pinned.
 """
 
@@ -10,13 +11,19 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import subprocess
+import sysconfig
 import tempfile
 from pathlib import Path
 
+from cubin_runtime.testing import require_module
+
+require_module("numpy", "pip install numpy")
+
 import numpy as np
 
-from cubin_runtime import Config
+from cubin_runtime import Config, MissingError
 from cubin_runtime.artifacts.library import Library
 from cubin_runtime.launch.structs import Field, StructLayout
 from cubin_runtime.testing import CubinUnderTest, Device, on_first_device
@@ -35,15 +42,22 @@ RMS_NORM = StructLayout.declare(
 )
 
 
+def nvcc() -> str:
+    """The compiler of CUDA; an error says what installs it."""
+    wheels = Path(sysconfig.get_path("purelib"), "nvidia", "cu13", "bin")  # of pip install 'cubin-runtime[build]'
+    found = shutil.which(os.environ.get("NVCC", "nvcc"), path=f"{os.environ.get('PATH', '')}{os.pathsep}{wheels}")
+    if found is None:
+        raise MissingError(
+            "no nvcc: put nvcc on PATH, or set NVCC=/path/to/nvcc, or pip install 'cubin-runtime[build]'"
+        )
+    return found
+
+
 def compile_release(folder: Path, architecture: str) -> Path:
     """Compile the kernel and write ``checksums.txt`` beside it: that is a release. Its folder."""
     release = folder / RELEASE
     release.mkdir(parents=True)
-    command = [os.environ.get("NVCC", "nvcc"), f"-arch={architecture}", "-cubin", "-o", str(release / FILE)]
-    try:
-        subprocess.run([*command, str(SOURCE)], check=True)
-    except FileNotFoundError:
-        raise SystemExit(f"error: no {command[0]}: put nvcc on PATH, or set NVCC=/path/to/nvcc") from None
+    subprocess.run([nvcc(), f"-arch={architecture}", "-cubin", "-o", str(release / FILE), str(SOURCE)], check=True)
     digest = hashlib.sha256((release / FILE).read_bytes()).hexdigest()
     (release / "checksums.txt").write_text(f"{digest}  {FILE}\n")
     return release

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 from attention_examples import RELEASE_NAME
 from example_scripts import FOLDER, example_script
 from stub_release import build_stub_release
+from words import private_words
 
 from cubin_runtime import Config, Runtime
 from cubin_runtime.errors import DriverError
@@ -151,18 +153,41 @@ def test_without_a_gpu_a_kernel_of_ones_own_is_compiled_checked_and_sent_to_the_
 @pytest.mark.usefixtures("without_driver")
 def test_without_kernels_an_example_says_what_installs_them(tmp_path: Path, cubin_standin: StandIn) -> None:
     done = run_example(tmp_path, "mla_decode")
-    assert done.returncode == 1
+    assert done.returncode == 4
     assert "'make install' in a clone" in done.stderr
     assert "Traceback" not in done.stderr
 
 
 def test_without_nvcc_the_example_says_where_it_is_looked_for(tmp_path: Path, cubin_standin: StandIn) -> None:
     done = run_example(tmp_path, "custom_kernel/custom_kernel", NVCC=str(tmp_path / "none"))
+    assert done.returncode == 4
     assert "put nvcc on PATH, or set NVCC=" in done.stderr
+    assert "pip install 'cubin-runtime[build]'" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_without_cuda_core_its_example_says_what_installs_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [*sorted(LAUNCHES), "custom_kernel/custom_kernel"])
+def test_without_numpy_an_example_says_in_one_line_what_installs_it(tmp_path: Path, name: str) -> None:
+    done = run_example(tmp_path, name, without="numpy")
+    assert (done.returncode, done.stdout) == (4, "")
+    assert done.stderr == "error: no module 'numpy': pip install numpy\n"
+
+
+def test_without_cuda_core_its_example_says_in_one_line_what_installs_it(tmp_path: Path) -> None:
     done = run_example(tmp_path, "cuda_core_object_code", without="cuda.core")
-    assert "pip install 'cuda-core[cu13]' installs it" in done.stderr
+    assert (done.returncode, done.stdout) == (4, "")
+    assert done.stderr == "error: no module 'cuda.core': pip install 'cuda-core[cu13]'\n"
+
+
+@pytest.mark.usefixtures("without_driver")
+def test_without_a_c_compiler_an_example_says_what_it_needs(tmp_path: Path) -> None:
+    done = run_example(tmp_path, "mla_decode", CC=str(tmp_path / "none"))
+    assert (done.returncode, done.stdout) == (4, "")
+    assert "no stand-in driver, which needs a C compiler" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("file", sorted(FOLDER.rglob("*.py")), ids=lambda file: file.name)
+def test_what_an_example_says_is_in_the_words_of_the_field(file: Path) -> None:
+    strings = (node.value for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Constant))
+    assert [found for text in strings if isinstance(text, str) for found in private_words(text)] == []
