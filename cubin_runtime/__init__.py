@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from .attention.process import default_runtime, set_default_runtime
     from .attention.runtime import Runtime, RuntimeStats
     from .attention.sparse_mla import SparseMlaDecodePlan, plan_sparse_mla_decode, sparse_mla_decode
+    from .attention.step_plan import BoundStep
     from .kernels.trtllm_gen.errors import PlanRefused, WorkspaceRefused
     from .launch.driver import DeviceFacts
     from .launch.driver_errors import DriverCallError, DriverLibraryError
@@ -76,6 +77,7 @@ __all__ = [
     "AppendKvPlan",
     "Artifact",
     "BackendError",
+    "BoundStep",
     "ClampedInputError",
     "Config",
     "ContextAttentionPlan",

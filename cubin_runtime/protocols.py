@@ -102,3 +102,5 @@ class CudaCoreDevice(Protocol):
 
 Device = int | TorchDevice | CudaCoreDevice | BindingsDevice
 Stream = int | CudaStream | TorchStream | BindingsStream
+"""A stream of any library: torch, cuda.core (``__cuda_stream__``), cuda.bindings, or its handle as a number; 0 is the
+default stream."""

@@ -69,6 +69,8 @@ class TensorView:
 
 
 Tensor = TensorView | DLPackTensor | CudaArray
+"""A tensor on a device, of any library: torch, CuPy, JAX, cuda.core, whatever has ``__dlpack__`` or
+``__cuda_array_interface__``, or a ``TensorView``."""
 Scale = float | TensorView | DLPackTensor | CudaArray  # a number, or one on the device
 # What an operator returns: the caller's output, or one of the library that the query is of.
 QueryT = TypeVar("QueryT", bound=Tensor)

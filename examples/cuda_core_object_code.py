@@ -26,9 +26,7 @@ from cubin_runtime.artifacts.cubins.cubin import parse_cubin
 from cubin_runtime.artifacts.library import Library
 from cubin_runtime.attention import PagedDecodePlan, Runtime, TensorView, plan_paged_decode
 from cubin_runtime.errors import CubinRuntimeError
-from cubin_runtime.launch.driver import DeviceFacts
-from cubin_runtime.launch.history import LaunchRecord
-from cubin_runtime.launch.plan import LaunchPlan
+from cubin_runtime.launch import DeviceFacts, LaunchPlan, LaunchRecord
 
 H200 = "H200"  # what is planned for where there is no GPU
 # A decode of two requests over pages of 16 tokens, 8 query heads over 1 KV head.

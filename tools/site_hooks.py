@@ -15,12 +15,13 @@ from mkdocs.structure.files import File
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from site_links import BESIDE, dead_links
+from site_links import BESIDE, dead_links, names_asked_for
 from site_tables import with_labels
 
 ROOT = Path(__file__).resolve().parents[1]
 HELP = "<!-- help of every verb -->"
 SCHEMAS = "<!-- JSON schema of every verb -->"
+ASKED_FOR: dict[str, list[str]] = {}  # page of the site -> names that it has to document
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -32,6 +33,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Write the help of the command line where it is asked for, and point links to results into the site."""
+    ASKED_FOR[page.file.dest_uri] = names_asked_for(markdown)
     if HELP in markdown:
         markdown = markdown.replace(HELP, command_line_reference())
     if SCHEMAS in markdown:
@@ -49,10 +51,13 @@ def on_page_content(html: str, **_: Any) -> str:
 
 
 def on_post_build(config: Any) -> None:
-    """Refuse a site with a link or picture that leads nowhere, also where it leaves the pages for the repository."""
-    dead = dead_links(Path(config["site_dir"]))
-    if dead:
+    """Refuse a site with a link or picture that leads nowhere, or without a name that its reference asks for."""
+    site = Path(config["site_dir"])
+    if dead := dead_links(site):
         raise PluginError("dead links: " + "; ".join(dead))
+    texts = {page: (site / page).read_text() for page in ASKED_FOR}
+    if absent := [name for page, names in ASKED_FOR.items() for name in names if f'id="{name}"' not in texts[page]]:
+        raise PluginError("not documented: " + ", ".join(absent))
 
 
 def command_line_reference() -> str:

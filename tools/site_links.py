@@ -10,6 +10,16 @@ from urllib.parse import unquote
 BESIDE = ("benchmarks/results/*.json", "benchmarks/results/*.txt", "examples/*.py", "examples/custom_kernel/*.*")
 
 
+def names_asked_for(markdown: str) -> list[str]:
+    """What the directives of a page of the reference document: the members that they name, else the object."""
+    names = []
+    for name, options in re.findall(r"^::: (\S+)\n((?:    .*\n)*)", markdown + "\n", re.MULTILINE):
+        members = re.search(r"members: \[([^\]]+)\]", options)
+        shown = [] if "show_root_heading: false" in options else [name]
+        names += [f"{name}.{member}" for member in re.findall(r"\w+", members[1])] if members else shown
+    return names
+
+
 def dead_links(site: Path) -> list[str]:
     """``PAGE: LINK`` for each link of a built site to the site itself that leads to no file in it."""
     dead = []

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .process import default_runtime, set_default_runtime
     from .runtime import Runtime, RuntimeStats
     from .sparse_mla import SparseMlaDecodePlan, plan_sparse_mla_decode, sparse_mla_decode
+    from .step_plan import BoundStep
 
 # Modules, each loaded when one of its names is first asked for -> their names.
 _MODULES = {
@@ -37,12 +38,14 @@ _MODULES = {
     ".process": ("default_runtime", "set_default_runtime"),
     ".runtime": ("Runtime", "RuntimeStats"),
     ".sparse_mla": ("SparseMlaDecodePlan", "plan_sparse_mla_decode", "sparse_mla_decode"),
+    ".step_plan": ("BoundStep",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
     "AppendKvPlan",
     "BackendError",
+    "BoundStep",
     "ClampedInputError",
     "ContextAttentionPlan",
     "DraftMaskPlan",

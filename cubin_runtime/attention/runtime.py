@@ -99,8 +99,11 @@ class PlanRuntime:
     """
 
     config: Config
+    """What it was made with; None was the environment then."""
     library: Library
+    """The artifacts: pins, sources and the store."""
     driver: Driver
+    """The CUDA driver, opened at first use."""
     modules: ModuleCache
     descriptors: TensorMapCache
     memory: TensorMemory

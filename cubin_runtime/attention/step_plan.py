@@ -183,7 +183,7 @@ class BoundStep:
         self.close()
 
     def suspend(self, suspended: bool) -> None:
-        """Take the full path from now on, or no longer: calls are recorded."""
+        """Leave the fast path from now on, or take it again: calls are recorded."""
         reason = "calls are recorded"
         if suspended and reason not in self._halts:
             self._halts.append(reason)

@@ -25,7 +25,7 @@ import numpy as np
 
 from cubin_runtime import Config, MissingError
 from cubin_runtime.artifacts.library import Library
-from cubin_runtime.launch.structs import Field, StructLayout
+from cubin_runtime.launch import Field, StructLayout
 from cubin_runtime.testing import CubinUnderTest, Device, on_first_device
 
 SOURCE = Path(__file__).with_name("rms_norm.cu")

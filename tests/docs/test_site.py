@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from pages import PAGES, ROOT
 
-from tools.site_links import BESIDE, dead_links
+from tools.site_links import BESIDE, dead_links, names_asked_for
 from tools.site_tables import with_labels
 
 HEAD = "<table><thead><tr><th>message</th><th>cause</th><th>what to do</th></tr></thead><tbody><tr>"
@@ -40,6 +40,13 @@ def test_a_table_of_sentences_labels_its_cells_and_one_of_figures_does_not() -> 
     assert '<td data-label="what to do">wait</td>' in words
     assert '<td data-label="cause" data-none>-</td>' in words
     assert with_labels(FIGURES) == FIGURES
+
+
+def test_what_a_page_of_the_reference_has_to_document_is_read_from_its_directives() -> None:
+    page = (
+        '# A\n\n::: a.b\n    options: {members: ["on", c]}\n\ntext\n\n::: a.d\n    options: {members: []}\n\n::: a.e\n'
+    )
+    assert names_asked_for(page) == ["a.b.on", "a.b.c", "a.d", "a.e"]
 
 
 def test_no_group_of_the_navigation_has_more_than_ten_entries() -> None:

@@ -12,7 +12,7 @@ A call holds views (``cubin_runtime.attention.view_of``) of the caller's tensors
 
 from ...kernels.trtllm_gen.arguments import OutScales, Sage, Scale
 from ...kernels.trtllm_gen.call import Call
-from ...kernels.trtllm_gen.calls import ContextCall, DecodeCall, RaggedCall
+from ...kernels.trtllm_gen.calls import ContextCall, DecodeCall, PagedCall, RaggedCall
 from .operators import (
     counter_size,
     plan,
@@ -28,6 +28,7 @@ __all__ = [
     "ContextCall",
     "DecodeCall",
     "OutScales",
+    "PagedCall",
     "RaggedCall",
     "Sage",
     "Scale",

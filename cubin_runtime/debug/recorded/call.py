@@ -13,7 +13,7 @@ Option = bool | int | float | str | None
 
 @dataclass(frozen=True, slots=True)
 class RecordedTensor:
-    """One tensor: its form on the device, and its elements, contiguous.
+    """One tensor: its view on the device, and its elements, contiguous.
 
     ``paged``: only the pages ``RecordedCall.page_ids`` of its first dimension are among ``data``. ``output``: the call
     wrote it; ``data`` is then what it wrote, empty if the call failed.

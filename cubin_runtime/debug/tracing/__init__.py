@@ -6,7 +6,7 @@
         engine.step()
 
 Only what happens inside is recorded: calls of the operators, also under other libraries' names, runs of plans and
-bound steps. Calls that have no traced form are counted in ``Recorder.untraced``. Outside nothing is written.
+bound steps. Calls that cannot be traced are counted in ``Recorder.untraced``. Outside nothing is written.
 Another operator joins by giving ``record`` a ``TracedCall`` of its own where ``recording()``.
 """
 

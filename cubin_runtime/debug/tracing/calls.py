@@ -29,7 +29,7 @@ _DEFINITIONS: Mapping[str, Callable[[Any], TracedCall | str]] = {
 
 
 def traced(run: Run) -> TracedCall | str:
-    """The call that a run of a plan makes, or the reason why it has no traced form."""
+    """The call that a run of a plan makes, or the reason why it cannot be traced."""
     plan = run.plan
     if not isinstance(plan, OperatorPlan):
         from .trtllm_gen import traced_trtllm_gen

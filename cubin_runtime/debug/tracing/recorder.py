@@ -27,7 +27,7 @@ class Recorder(Observer):
     ``definitions/OP_TYPE/NAME.json`` says what an operator is: axes, tensors, constraints, a reference in torch.
     ``workloads/OP_TYPE/NAME.jsonl`` has a line for each distinct call: its sizes and numbers. Contents of tensors are
     neither read nor written, so nothing waits for the device and a call may be recorded while a stream captures.
-    What the folder has already is kept and not written again. Calls that have no traced form are counted by reason in
+    What the folder has already is kept and not written again. Calls that cannot be traced are counted by reason in
     ``untraced``, which the log tells at the end. Replays of graphs, and a method ``run`` that was taken from its plan
     earlier, are not seen.
     """
@@ -96,7 +96,7 @@ class Recorder(Observer):
 
 
 def record(call: TracedCall | str) -> None:
-    """Give ``call`` to every recorder that is entered; a str is the reason why a call has no traced form.
+    """Give ``call`` to every recorder that is entered; a str is the reason why a call cannot be traced.
 
     Raises:
         as ``Recorder.add``.

@@ -50,7 +50,7 @@ class TracedCall:
 
     Attributes:
         op_type: the kind of operator, which is also a folder: ``gqa_paged``, ``mla_paged``.
-        name: the operator and the form that it came in, such as ``paged_decode_ragged``.
+        name: the operator and the layout of the queries, such as ``paged_decode_ragged``.
         inputs, outputs: in the order in which ``run`` of the reference takes and returns them.
         constants: values of constant axes that no tensor has as a dimension, such as the group.
         constraints: Python expressions over axes.

@@ -14,7 +14,7 @@ _HEADS = (Constant("q_heads"), Constant("head_dim"))
 
 
 def traced_trtllm_gen(call: Call) -> TracedCall | str:
-    """A call of trtllm-gen kernels, or the reason why it has no traced form."""
+    """A call of trtllm-gen kernels, or the reason why it cannot be traced."""
     kind = "decode" if isinstance(call, DecodeCall) else "context"
     reason = _without_form(call)
     if reason or not isinstance(call, PagedCall | RaggedCall):
