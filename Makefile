@@ -103,7 +103,8 @@ dist: .venv/.ready ## Wheels and sdist, the same bytes twice; SBOM and provenanc
 	@ls -l dist
 
 .PHONY: release
-release: .venv/.ready ## Check that this commit can be released (version, changelog, pin, same bytes twice); TAG=1 tags it
+release: .venv/.ready ## Check that this commit can be released (version, changelog, pin, same bytes twice); PROJECT_URL=URL TAG=1
+	@$(VENV) tools/dist.py --problems
 	@$(VENV) -m kernels_src.build --out $(BUILD)
 	@$(VENV) -m kernels_src.pinning --check
 	@$(VENV) tools/dist.py --release

@@ -1,8 +1,8 @@
 """``make dist``: what a release consists of, the same bytes from the same commit; ``make release`` checks all of it.
 
-Usage: dist.py [--out DIR] [--release] [--no-isolation]. Times in archives are ``SOURCE_DATE_EPOCH``, by default the
-commit's. With ``PROJECT_URL=https://HOST/OWNER/NAME`` the distributions state the project's addresses, and links of
-the README are absolute; without it the project has no address to state.
+Usage: dist.py [--out DIR] [--release | --problems] [--no-isolation]. Times in archives are ``SOURCE_DATE_EPOCH``, by
+default the commit's. With ``PROJECT_URL=https://HOST/OWNER/NAME`` the distributions state the project's addresses, and
+links of the README are absolute; without it the project has no address to state.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ import hashlib
 import io
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -111,20 +113,31 @@ def build(*words: str | Path, isolated: bool) -> None:
 
 def build_package(out: Path, *, isolated: bool = True, url: str = "") -> None:
     """The package's sdist, and the wheel that is built from it."""
+    sdist = build_sdist(out, isolated=isolated, url=url)
+    with usual_permissions(), tempfile.TemporaryDirectory(prefix="dist-") as scratch:
+        with tarfile.open(sdist) as opened:
+            opened.extractall(scratch, filter="data")
+        (tree,) = Path(scratch).iterdir()
+        build("--wheel", "--outdir", out, tree, isolated=isolated)
+
+
+def build_sdist(out: Path, *, isolated: bool = True, url: str = "") -> Path:
+    """The package's sdist."""
     out.mkdir(parents=True, exist_ok=True)
+    with usual_permissions(), tempfile.TemporaryDirectory(prefix="dist-") as scratch:
+        copy = staged(Path(scratch, "copy"), url)
+        build("--sdist", "--outdir", scratch, copy, isolated=isolated)
+        (sdist,) = Path(scratch).glob("*.tar.gz")
+        normalised(sdist)
+        return Path(shutil.move(sdist, out / sdist.name))
+
+
+@contextmanager
+def usual_permissions() -> Iterator[None]:
+    """In the block files are made with the permissions that archives state."""
     before = os.umask(0o022)
     try:
-        with tempfile.TemporaryDirectory(prefix="dist-") as scratch:
-            copy = staged(Path(scratch, "copy"), url)
-            build("--sdist", "--outdir", scratch, copy, isolated=isolated)
-            (sdist,) = Path(scratch).glob("*.tar.gz")
-            normalised(sdist)
-            with tarfile.open(sdist) as opened:
-                opened.extractall(Path(scratch, "from-sdist"), filter="data")
-            (tree,) = Path(scratch, "from-sdist").iterdir()
-            build("--wheel", "--outdir", scratch, tree, isolated=isolated)
-            for built in (sdist, *Path(scratch).glob("*.whl")):
-                shutil.move(built, out / built.name)
+        yield
     finally:
         os.umask(before)
 
@@ -171,29 +184,33 @@ def problems(environment: Mapping[str, str]) -> Iterable[str]:
     if git("tag", "--list", TAG):
         yield f"the tag {TAG} exists already"
     if not environment.get("PROJECT_URL", "").startswith("https://"):
-        yield "PROJECT_URL: expected the address of the repository, which the distributions state"
+        yield "PROJECT_URL is not set: give the address of the repository, which the distributions state, for example"
+        yield "  make release PROJECT_URL=https://HOST/OWNER/NAME"
+
+
+def tell(found: Iterable[str]) -> int:
+    """Print what speaks against a release; the exit code."""
+    lines = list(found)
+    for one in lines:
+        print(one if one.startswith(" ") else f"error: {one}", file=sys.stderr)
+    return 1 if lines else 0
 
 
 def check_release(out: Path, *, isolated: bool) -> int:
-    """Check everything, build twice, compare, and say how to tag; with ``TAG=1`` tag."""
-    url = os.environ.get("PROJECT_URL", "").rstrip("/")
-    found = list(problems(os.environ))
+    """Build a second time, compare, and say how to tag; with ``TAG=1`` tag."""
     with tempfile.TemporaryDirectory(prefix="again-") as again:
-        build_all(Path(again), isolated=isolated, url=url)
+        build_all(Path(again), isolated=isolated, url=os.environ.get("PROJECT_URL", "").rstrip("/"))
         first, second = digests(out), digests(Path(again))
-    found += [f"{name}: a second build has other bytes" for name in first if first[name] != second.get(name)]
     for name, digest in first.items():
         print(f"{digest}  {name}")
-    for one in found:
-        print(f"error: {one}", file=sys.stderr)
-    if found:
+    if tell(f"{name}: a second build has other bytes" for name in first if first[name] != second.get(name)):
         return 1
     words = ["tag", "--annotate", TAG, "--message", f"cubin_runtime {__version__}"]
     if os.environ.get("TAG") == "1":
         subprocess.run(["git", *words], cwd=ROOT, check=True)
         print(f"tagged {TAG}")
     else:
-        print(f"all checks passed; 'make release TAG=1' runs: git {' '.join(words)}")
+        print(f"all checks passed; 'make release TAG=1' runs: {shlex.join(['git', *words])}")
     return 0
 
 
@@ -202,8 +219,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "dist")
     parser.add_argument("--release", action="store_true", help="check that this commit can be tagged")
+    parser.add_argument("--problems", action="store_true", help="say what speaks against that, and build nothing")
     parser.add_argument("--no-isolation", action="store_true", help="use the setuptools of this environment")
     given = parser.parse_args()
+    if given.problems or given.release:
+        code = tell(problems(os.environ))
+        if code or given.problems:
+            return code
     shutil.rmtree(given.out, ignore_errors=True)
     given.out.mkdir(parents=True)
     isolated = not given.no_isolation

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import tarfile
 import zipfile
@@ -16,6 +17,8 @@ from cubin_runtime._version import KERNELS_VERSION, __version__
 from kernels_src.provenance import bill_of_materials, provenance, write_statements
 
 ROOT = Path(__file__).parents[2]
+URL = "https://host.example/owner/name"
+SMALL = ("pyproject.toml", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE", "docs/index.md", "cubin_runtime/*.*")
 
 
 @pytest.fixture(scope="module")
@@ -29,35 +32,63 @@ def dist() -> ModuleType:
 
 
 @pytest.fixture(scope="module")
-def built(dist: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("dist")
-    dist.build_package(out, isolated=False, url="https://host.example/owner/name")
-    return out
+def sdist(dist: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return dist.build_sdist(tmp_path_factory.mktemp("dist"), isolated=False, url=URL)
 
 
-def test_two_builds_have_the_same_bytes(dist: ModuleType, built: Path, tmp_path: Path) -> None:
-    dist.build_package(tmp_path, isolated=False, url="https://host.example/owner/name")
-    assert dist.digests(tmp_path) == dist.digests(built)
-    assert len(dist.digests(built)) == 2
-
-
-def test_the_sdist_has_every_tracked_file(built: Path) -> None:
+def test_the_sdist_has_every_tracked_file(sdist: Path) -> None:
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
     if listed.returncode:
         pytest.skip("this is no clone")
-    with tarfile.open(built / f"cubin_runtime-{__version__}.tar.gz") as opened:
+    with tarfile.open(sdist) as opened:
         names = {name.partition("/")[2] for name in opened.getnames()}
     assert [name for name in listed.stdout.splitlines() if name not in names and (ROOT / name).exists()] == []
 
 
-def test_members_state_one_time_and_no_user(dist: ModuleType, built: Path) -> None:
-    with tarfile.open(built / f"cubin_runtime-{__version__}.tar.gz") as opened:
+def test_members_state_one_time_and_no_user(dist: ModuleType, sdist: Path) -> None:
+    with tarfile.open(sdist) as opened:
         members = opened.getmembers()
     assert {(one.mtime, one.uid, one.gid, one.uname) for one in members} == {(dist.epoch(), 0, 0, "")}
 
 
-def test_the_metadata_has_the_project_s_addresses(built: Path) -> None:
-    with zipfile.ZipFile(built / f"cubin_runtime-{__version__}-py3-none-any.whl") as opened:
+def small_copy(folder: Path, umask: int, time: int) -> Path:
+    """The project with few of its modules, whose files have permissions and times of their own."""
+    before = os.umask(umask)
+    try:
+        for name in SMALL:
+            for file in sorted(ROOT.glob(name), reverse=umask != 0):
+                target = folder / file.relative_to(ROOT)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(file.read_bytes())
+                os.utime(target, (time, time))
+    finally:
+        os.umask(before)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def twice(dist: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two builds of one project: of folders, permissions and times of their own, under other umasks."""
+    built = []
+    for umask, time in ((0, 1_000_000_000), (0o077, 1_700_000_000)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, "ROOT", small_copy(tmp_path_factory.mktemp("project"), umask, time))
+            patch.setenv("SOURCE_DATE_EPOCH", "1600000000")
+            before = os.umask(umask)
+            built.append(tmp_path_factory.mktemp("built"))
+            dist.build_package(built[-1], isolated=False, url=URL)
+            os.umask(before)
+    return built[0], built[1]
+
+
+def test_two_builds_have_the_same_bytes(dist: ModuleType, twice: tuple[Path, Path]) -> None:
+    first, second = map(dist.digests, twice)
+    assert first == second
+    assert [name.rpartition(".")[2] for name in first] == ["whl", "gz"]
+
+
+def test_the_metadata_has_the_project_s_addresses(twice: tuple[Path, Path]) -> None:
+    with zipfile.ZipFile(twice[0] / f"cubin_runtime-{__version__}-py3-none-any.whl") as opened:
         metadata = opened.read(f"cubin_runtime-{__version__}.dist-info/METADATA").decode()
     assert "Project-URL: Homepage, https://host.example/owner/name\n" in metadata
     assert f"](https://host.example/owner/name/blob/v{__version__}/CHANGELOG.md)" in metadata
@@ -87,6 +118,7 @@ def test_what_speaks_against_a_release_is_listed(dist: ModuleType, monkeypatch: 
     monkeypatch.setattr(dist, "git", lambda *words: said.get(words[0], ""))
     monkeypatch.setattr(dist, "__version__", "9.9.9")
     found = " | ".join(dist.problems({}))
+    assert dist.tell(dist.problems({})) == 1
     for words in ("has no section '## [9.9.9]", "changes that are not committed", "exists already", "PROJECT_URL"):
         assert words in found
 
