@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -90,3 +91,9 @@ def test_the_tests_of_two_gpus_run_alone(machine: Machine) -> None:
     (tests,) = [call for call in machine.calls.read_text().splitlines() if call.startswith("-m pytest")]
     assert tests.endswith("-m multi_gpu tests/gpu")
     assert machine.benchmarks(compiled=False) == []
+
+
+def test_the_cases_of_the_sanitizers_find_what_they_import(machine: Machine) -> None:
+    code = "import sys; sys.path.insert(0, 'tests/gpu'); import sanitizer_cases"
+    (machine.programs / "compute-sanitizer").write_text(f'#!/bin/sh\nexec "{sys.executable}" -c "{code}"\n')
+    assert machine.run("memcheck") == 0

@@ -1,7 +1,7 @@
 """Small launches for compute-sanitizer: every decode kernel of the device, options spread over them; merged partials;
 appends and merges; context attention; sparse MLA decode.
 
-Run: ``compute-sanitizer --tool memcheck python tests/gpu/sanitizer_cases.py``. Prints the number of cases.
+Run: ``tools/gpu_run.sh memcheck``. Prints the number of cases.
 All of them run, so that the tool sees them; wrong results, or a decode kernel that did not run, are errors at the end.
 """
 

@@ -94,7 +94,7 @@ def test_a_module_compiles_and_exports_with_the_op_in_it(t: Tensors) -> None:
 
 
 def op_arguments(t: Tensors) -> dict[str, tuple[Any, ...]]:
-    decode = (t.q, t.k, t.v, t.table, t.lens, t.out, None, None, None, None, 0.1, None, 1.0, None, None, BOUND)
+    decode = (t.q, t.k, t.v, t.table, t.lens, t.out, None, None, None, None, 0.1, None, 1.0, *[None] * 6, BOUND)
     out = torch.empty(2, 16, 512, device="cuda", dtype=torch.bfloat16)
     mla = (t.lq, t.latent, t.table, t.lens, out, None, None, None, None, 0.1, None, 1.0, None, None, BOUND)
     batch = (t.q, [t.k, t.v], t.table, t.lens, BOUND, 0.1, None, 1.0, None, -1, t.out, None, "NHD", None, 1, 1.0)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections import Counter
 from hashlib import sha256
 from pathlib import Path
 
 import pytest
+from pages import ROOT, blocks_of
 
 from cubin_runtime.artifacts.library import Library
 from cubin_runtime.artifacts.pins.pin import Pin
@@ -92,3 +96,19 @@ def test_only_the_known_cubins_leave_their_suffix_to_the_metadata(rows_report, c
 @pytest.mark.parametrize(("sm", "kept"), [(90, 0), (100, 11560), (103, 13140), (120, 0)])
 def test_filters_count_what_runs_on_a_device(library: Library, pin: Pin, sm: int, kept: int) -> None:
     assert len(open_catalog(library, pin, fetch=False).kept_by(KernelFilter(sm=sm))) == kept
+
+
+def test_the_python_of_the_page_on_artifacts_runs(wheel: Path, tmp_path: Path) -> None:
+    built = ROOT / "build" / "artifacts"
+    if not (built / "hopper-0.1.0" / "checksums.txt").is_file():
+        pytest.skip("our kernels are not built (make artifacts)")
+    environment = {
+        **os.environ,
+        "CUBIN_RUNTIME_CACHE": str(tmp_path),
+        "CUBIN_RUNTIME_OFFLINE": "1",
+        "CUBIN_RUNTIME_SOURCES": f"{built} {wheel}",
+    }
+    text = "\n".join(block.text for block in blocks_of("docs/reference/artifacts.md") if block.kind == "python")
+    done = subprocess.run([sys.executable, "-c", text], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "True files are right" in done.stdout
