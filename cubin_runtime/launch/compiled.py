@@ -5,7 +5,9 @@ from __future__ import annotations
 import linecache
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, Final
+
+GENERATED: Final = "<written "  # how the file names of generated functions begin
 
 
 def compiled(name: str, source: str, scope: Mapping[str, Any]) -> Callable[..., Any]:
@@ -25,6 +27,6 @@ def compiled(name: str, source: str, scope: Mapping[str, Any]) -> Callable[..., 
 
 @lru_cache(maxsize=1024)
 def _code(source: str) -> Any:
-    file = f"<written {hash(source) & (1 << 64) - 1:#x}>"
+    file = f"{GENERATED}{hash(source) & (1 << 64) - 1:#x}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)  # for tracebacks
     return compile(source, file, "exec")

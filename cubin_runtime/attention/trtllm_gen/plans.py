@@ -21,6 +21,7 @@ from ...launch.plan import LaunchAttributes, LaunchPlan, launch_config
 from ...launch.prepared import OtherContextError, PreparedLaunches
 from ..fast_path import Launched
 from ..runtime import PlanRuntime
+from ..user_frame import stacklevel_of_user
 from .plan_key import bounds_of
 
 # Planning assumes a workspace of unbounded size at this address.
@@ -145,7 +146,7 @@ class AttentionPlan:
         if kernel.status != MEASURED:
             warnings.warn(
                 f"{kernel.name} runs after {self.kernel}: it was built for SM {self.device.sm} but never run there",
-                stacklevel=2,
+                stacklevel=stacklevel_of_user(),
             )
         return kernel
 
