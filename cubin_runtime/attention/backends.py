@@ -10,6 +10,7 @@ from ..errors import DeviceError, UsageError
 from ..kernels.native.device_models import device_named
 from ..launch.driver import DeviceFacts
 from ..values import dataclass
+from .user_frame import stacklevel_of_user
 
 AUTO: Final = "auto"
 HOPPER = "hopper"
@@ -57,7 +58,12 @@ _FOLLOWED_MLA = Support(measured=_HOPPER, built=_SM12X, followed=_SM12X)
 _NATIVE_PREFILL = _NATIVE_COPYING = Support(measured=_HOPPER)
 _TRTLLM_GEN = {TRTLLM_GEN: Support(published=frozenset({(10, 0), (10, 3)}))}
 
-_NO_ATTENTION = ("append_kv", "merge_states", "draft_mask")  # which no operator of attention is told to try
+# Operators that compute the same: an error names the others that run on the device.
+_ALIKE = (
+    ("paged_decode", "xqa", "xqa_batch_decode_with_kv_cache", "trtllm_batch_decode_with_kv_cache"),
+    ("mla_decode", "xqa_mla", "xqa_batch_decode_with_kv_cache_mla", "trtllm_batch_decode_with_kv_cache_mla"),
+    ("context_attention", "trtllm_batch_context_with_kv_cache", "trtllm_ragged_attention_deepseek"),
+)
 
 # Operator -> backend -> where it runs. `auto` takes measured and published entries, then those where it follows.
 TABLE: Mapping[str, Mapping[str, Support]] = {
@@ -91,7 +97,8 @@ def resolve_backend(operator: str, backend: str, device: DeviceFacts) -> str:
     """
     name = find_backend(operator, backend, device)
     if device.capability not in TABLE[operator][name].automatic:
-        warnings.warn(f"{operator}: backend {name!r} was built for {_words(device)} but never run there", stacklevel=3)
+        words = f"{operator}: backend {name!r} was built for {_words(device)} but never run there"
+        warnings.warn(words, stacklevel=stacklevel_of_user())
     return name
 
 
@@ -127,12 +134,14 @@ def find_backend(operator: str, backend: str, device: DeviceFacts) -> str:
 
 
 def _instead(operator: str, device: DeviceFacts) -> str:
-    """The functions of ``compat.flashinfer`` and the operators that run on the device; empty if there is none."""
+    """The operators and functions that compute the same and run on the device; empty if there is none."""
     here = [
         f"{other} (backend {name!r})"
-        for other, known in TABLE.items()
-        for name, support in known.items()
-        if other not in (operator, *_NO_ATTENTION) and device.capability in support.automatic
+        for alike in _ALIKE
+        if operator in alike
+        for other in alike
+        for name, support in TABLE[other].items()
+        if other != operator and device.capability in support.automatic
     ]
     where = " in cubin_runtime.compat.flashinfer" if any(TRTLLM_GEN in one for one in here) else ""
     return f"; there is {', '.join(here)}{where}" if here else ""

@@ -75,14 +75,7 @@ def test_context_operators_take_native_kernels_on_hopper(operator: str) -> None:
 
 def test_the_refusal_says_what_there_is_on_the_device() -> None:
     there_is = (
-        r"; there is paged_decode \(backend 'hopper'\), mla_decode \(backend 'hopper'\), "
-        r"sparse_mla_decode \(backend 'hopper'\), "
-        r"context_attention \(backend 'hopper'\), "
-        r"xqa \(backend 'xqa'\), xqa_mla \(backend 'xqa'\), "
-        r"xqa_batch_decode_with_kv_cache \(backend 'xqa'\), xqa_batch_decode_with_kv_cache_mla \(backend 'xqa'\), "
-        r"trtllm_batch_decode_with_kv_cache \(backend 'xqa'\), "
-        r"trtllm_batch_decode_with_kv_cache_mla \(backend 'xqa'\), "
-        r"trtllm_ragged_attention_deepseek \(backend 'hopper'\)$"
+        r"; there is context_attention \(backend 'hopper'\), trtllm_ragged_attention_deepseek \(backend 'hopper'\)$"
     )
     with pytest.raises(BackendError, match=there_is):
         resolve_backend("trtllm_batch_context_with_kv_cache", "trtllm-gen", device(9, 0))
@@ -144,3 +137,13 @@ def test_our_own_mla_follows_nobody(capability: tuple[int, int]) -> None:
 def test_mla_on_hopper_is_not_for_the_published_kernels() -> None:
     with pytest.raises(BackendError, match=r"\(trtllm-gen: published for 10\.0, 10\.3\)"):
         resolve_backend(OPERATORS[1], "trtllm-gen", device(9, 0))
+
+
+@pytest.mark.parametrize(
+    ("operator", "other"),
+    [("paged_decode", OPERATORS[0]), ("mla_decode", OPERATORS[1]), ("xqa", OPERATORS[0])],
+)
+def test_the_refusal_names_functions_of_the_same_kind_alone(operator: str, other: str) -> None:
+    words = rf"; there is {other} \(backend 'trtllm-gen'\) in cubin_runtime.compat.flashinfer(;|$)"
+    with pytest.raises(BackendError, match=words):
+        resolve_backend(operator, "auto", device(10, 0))
