@@ -155,7 +155,7 @@ def _check_keys(call: DecodeCall) -> None:
         if len(k.shape) != 4 or k.shape[0] < 1:
             raise UsageError(f"k: shape {k.shape} with page_table, expected [pages, page_size, kv_heads, head_dim]")
         check_table(tensors["page_table"], batch_of(call), separate=True)
-        check_page_size("k", k.shape[1], tensors["page_table"].shape[-1])
+        check_page_size("k", k.shape[1], tensors["page_table"].shape[-1], k.shape[2])
         if tensors.get("seq_lens") is None:
             raise UsageError("seq_lens: None with page_table, expected the lengths")
         if tensors.get("kv_cu_seq_lens") is not None:
@@ -170,7 +170,8 @@ def _check_keys(call: DecodeCall) -> None:
     kv_heads = k.shape[-2]
     if kv_heads < 1 or heads % kv_heads or heads // kv_heads > MAX_GROUP:
         raise UsageError(
-            f"q: {heads} heads over {kv_heads} KV heads, expected 1 to {MAX_GROUP} query heads per KV head"
+            f"q: {heads} heads over {kv_heads} KV heads, expected a multiple of {kv_heads}: 1 to {MAX_GROUP} "
+            "query heads per KV head"
         )
     lead = k.shape[:-2] if is_paged(call) or len(k.shape) == 3 else (batch_of(call), k.shape[1])
     check_shape("k", k, (*lead, kv_heads, columns))

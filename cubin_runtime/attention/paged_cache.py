@@ -53,10 +53,11 @@ def check_caches(q: TensorView, k: TensorView, v: TensorView, columns: int) -> N
         raise UsageError(f"q: head dimension {head_dim}, expected one of {listed(HEAD_DIMS)}")
     if pages < 1 or kv_heads < 1:
         raise UsageError(f"k_cache: {pages} pages of {kv_heads} KV heads, expected at least one of each")
-    check_page_size("k_cache", page_size, columns)
+    check_page_size("k_cache", page_size, columns, kv_heads)
     if q_heads % kv_heads or not 1 <= q_heads // kv_heads <= MAX_GROUP:
         raise UsageError(
-            f"q: {q_heads} heads over {kv_heads} KV heads, expected 1 to {MAX_GROUP} query heads per KV head"
+            f"q: {q_heads} heads over {kv_heads} KV heads, expected a multiple of {kv_heads}: 1 to {MAX_GROUP} "
+            "query heads per KV head"
         )
     check_shape("k_cache", k, (pages, page_size, kv_heads, head_dim))
     check_shape("v_cache", v, k.shape)
@@ -79,16 +80,19 @@ def value_table_offset(table: TensorView) -> int:
     return table.strides[1] if len(table.shape) == 3 else 0
 
 
-def check_page_size(name: str, page_size: int, columns: int) -> None:
+def check_page_size(name: str, page_size: int, columns: int, kv_heads: int) -> None:
     """Check the tokens of a page, which is any number where the page table has one of the ``columns``.
+
+    A cache whose ``kv_heads`` could be a page size was perhaps laid out in the other way.
 
     Raises:
         UsageError: another number; the message names the cache.
     """
     if page_size not in PAGE_SIZES and not (columns == 1 and 1 <= page_size <= MOST_KEYS):
+        hint = f"; the other kv_layout makes it {kv_heads}" if kv_heads in PAGE_SIZES else ""
         raise UsageError(
             f"{name}: page size {page_size}, expected {listed(PAGE_SIZES)}, or any up to {MOST_KEYS} with one column "
-            "in page_table"
+            f"in page_table{hint}"
         )
 
 
