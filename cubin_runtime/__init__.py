@@ -145,13 +145,15 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
+if not TYPE_CHECKING:  # a name that is not there is an error of type checkers
 
-    value = globals()[name] = getattr(import_module(_MODULE_OF.get(name, ".attention"), __name__), name)
-    return value
+    def __getattr__(name: str) -> Any:
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from importlib import import_module
+
+        value = globals()[name] = getattr(import_module(_MODULE_OF.get(name, ".attention"), __name__), name)
+        return value
 
 
 def __dir__() -> list[str]:

@@ -19,7 +19,7 @@ from .fast_path import CALL_RUNTIME, operator_function
 from .runtime import NativeRelease, Runtime
 
 if TYPE_CHECKING:
-    from ..protocols import DecodeBackend, Stream
+    from ..protocols import DecodeBackend, KvLayout, LseBase, Stream
     from ..tensor import OutT, QueryT, Scale, Tensor
 
 
@@ -157,8 +157,8 @@ def plan_context_attention(
     output_scale: Scale = 1.0,
     k_scale: Scale | None = None,
     v_scale: Scale | None = None,
-    kv_layout: str = "NHD",
-    lse_base: str = "2",
+    kv_layout: KvLayout = "NHD",
+    lse_base: LseBase = "2",
     lse_sink: bool = True,
     batch_invariant: bool = False,
     backend: DecodeBackend = AUTO,
@@ -229,8 +229,8 @@ def context_attention(
     output_scale: Scale = 1.0,
     k_scale: Scale | None = None,
     v_scale: Scale | None = None,
-    kv_layout: str = "NHD",
-    lse_base: str = "2",
+    kv_layout: KvLayout = "NHD",
+    lse_base: LseBase = "2",
     lse_sink: bool = True,
     batch_invariant: bool = False,
     out: OutT | None = None,
