@@ -73,3 +73,12 @@ def test_places_and_names_are_those_of_the_newest_version(name: str) -> None:
 @pytest.mark.parametrize("name", INVARIANT)
 def test_batch_invariant_is_off_unless_asked_for(name: str) -> None:
     assert parameters_of(name)[-1].default is False
+
+
+def test_a_wrapper_class_is_told_what_there_is_instead() -> None:
+    with pytest.raises(ImportError, match=r"not its wrapper classes; instead of these, .* has paged_decode"):
+        from cubin_runtime.compat.flashinfer import BatchDecodeWithPagedKVCacheWrapper  # type: ignore[attr-defined]  # noqa: F401
+
+
+def test_another_name_is_missing_as_in_any_module() -> None:
+    assert not hasattr(flashinfer, "nothing")

@@ -45,6 +45,8 @@ function raises ``UsageError`` (a ``ValueError``) for an argument outside its do
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, NoReturn
+
 from .cascade import merge_state, merge_state_in_place, merge_states
 from .decode import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache
 from .installation import Installed, install
@@ -77,3 +79,16 @@ __all__ = [
     "xqa_batch_decode_with_kv_cache_mla",
     "xqa_mla",
 ]
+
+
+if not TYPE_CHECKING:  # a name that is not there is an error of type checkers
+
+    def __getattr__(name: str) -> NoReturn:
+        if name.endswith("Wrapper"):
+            # `from ... import` would drop the message of an AttributeError.
+            raise ImportError(
+                f"{name}: {__name__} has FlashInfer's functions, not its wrapper classes; instead of these, "
+                "cubin_runtime.attention has paged_decode, context_attention and mla_decode, and plans of them",
+                name=name,
+            )
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
