@@ -97,15 +97,16 @@ def _print(reports: Reports, older_than: float, *, dry_run: bool) -> None:
             output.note_line(
                 f"{name}: its manifest is not available locally, so its objects in the store are not known"
             )
-    age = f"of over {older_than:g} hours " if older_than else ""
+    age = f"of over {_several(older_than, 'hour')} " if older_than else ""
     if left is not None:
         output.line(
-            f"{left.temporaries} temporaries and {left.quarantined} damaged objects {age}{verb} "
-            f"({output.size(left.bytes)})"
+            f"{_several(left.temporaries, 'temporary file')} and {_several(left.quarantined, 'damaged object')} "
+            f"{age}{verb} ({output.size(left.bytes)})"
         )
     if orphans is not None:
         output.line(
-            f"{orphans.removed} objects {age}that no pinned release needs {verb} ({output.size(orphans.bytes)})"
+            f"{_several(orphans.removed, 'object')} {age}that no pinned release needs {verb} "
+            f"({output.size(orphans.bytes)})"
         )
 
 
@@ -141,8 +142,13 @@ def usage(
         output.note_line("'cubin-runtime gc --unreferenced' removes what no pinned release needs")
     if found.quarantined:
         output.note_line(
-            f"{found.quarantined} damaged objects are in quarantine; 'cubin-runtime gc --temps' removes them"
+            f"{_several(found.quarantined, 'damaged object')} in quarantine; 'cubin-runtime gc --temps' removes "
+            "what has been there for an hour"
         )
+
+
+def _several(count: float, word: str) -> str:
+    return f"{count:.12g} {word}{'' if count == 1 else 's'}"
 
 
 def _size(count: int | None) -> str | None:

@@ -134,3 +134,19 @@ def test_usage_counts_what_no_pin_needs(
     capsys.readouterr()
     assert main(["usage"]) == 0
     assert "needed by no pinned release\t2\t" in capsys.readouterr().out
+
+
+def test_a_fresh_damaged_object_is_said_to_stay_an_hour(
+    two: tuple[Release, Release], store: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (store / "quarantine").mkdir(exist_ok=True)
+    (store / "quarantine" / f"{'a' * 64}-host-1-00000000000000aa").write_bytes(b"damaged")
+    capsys.readouterr()
+    assert main(["usage"]) == 0
+    assert "1 damaged object in quarantine; 'cubin-runtime gc --temps' removes what has been there for an hour" in (
+        capsys.readouterr().err
+    )
+    assert main(["gc", "--temps"]) == 0
+    assert "0 temporary files and 0 damaged objects of over 1 hour removed" in capsys.readouterr().out
+    assert main(["gc", "--temps", "--older-than", "0"]) == 0
+    assert "0 temporary files and 1 damaged object removed" in capsys.readouterr().out
