@@ -19,7 +19,7 @@ def _labelled(table: str) -> str:
     heads, *rows = ([_text(cell[3]) for cell in _CELL.finditer(row[1])] for row in _ROW.finditer(table))
     cells = [cell for row in rows for cell in row[1:]]
     numbers = sum(bool(_NUMBER.match(cell)) for cell in cells)
-    if len(heads) < 3 or 2 * numbers >= len(cells):
+    if len(heads) < 3 or 2 * numbers > len(cells):
         return table
 
     def row_of(row: re.Match[str]) -> str:
