@@ -27,6 +27,14 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Give each reason to skip one line per folder: thousands of tests need a GPU."""
+    for report in terminalreporter.stats.get("skipped", ()):
+        file, _, reason = report.longrepr
+        report.longrepr = (str(Path(file).parent), None, reason)
+
+
 @pytest.fixture(autouse=True)
 def _fast_paths_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """From a plan's second call on: what tests call once more is then no full path."""
