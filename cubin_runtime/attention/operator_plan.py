@@ -68,6 +68,10 @@ class OperatorPlan:
         self._regions_at = RegionPlaces(self.regions)
         self._pool = WorkspacePool(runtime.driver, self.device, self.workspace_bytes)
 
+    def __repr__(self) -> str:
+        kernels = ", ".join(launch.selection.kernel.name for launch in self.launches)
+        return f"{type(self).__name__}({kernels}; workspace of {self.workspace_bytes} bytes)"
+
     @property
     def runtime(self) -> PlanRuntime:
         """What it was planned with."""

@@ -332,3 +332,8 @@ def test_query_sums_are_read_back_only_without_a_bound(
     assert (sent(standin)["q_len"], stub_runtime.memory.reads) == (16, [])
     decode(ragged_call(7, q_cu_seq_lens=cu))
     assert (sent(standin)["q_len"], stub_runtime.memory.reads) == (3, [cu.pointer])
+
+
+def test_a_plan_shows_its_kernels(planner: Runtime) -> None:
+    plan = make_plan(planner, device_facts=H200)
+    assert repr(plan) == f"MlaDecodePlan({plan.selection.kernel.name}; workspace of {plan.workspace_bytes} bytes)"
