@@ -43,3 +43,11 @@ def test_an_engine_with_another_interface_goes_on(
     plugin.register()
     (record,) = caplog.records
     assert "the interface lacks" in record.getMessage()
+
+
+def test_without_transformers_the_error_says_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cubin_runtime.integrations.transformers import register
+
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match=r"transformers.*; pip install 'transformers>=5,<6'"):
+        register()

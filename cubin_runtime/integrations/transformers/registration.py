@@ -27,7 +27,10 @@ def register(name: str = "cubin_runtime", operators: Operators | None = None) ->
     taken = [part for part in ("|", "/", ":", "flash", "flex", "sdpa", "eager") if part in name]
     if taken or not name:
         raise UsageError(f"name={name!r}: expected a name without {taken or 'nothing in it'}, which transformers reads")
-    from transformers import AttentionInterface, AttentionMaskInterface
+    try:
+        from transformers import AttentionInterface, AttentionMaskInterface
+    except ImportError as error:
+        raise ImportError(f"{error}; pip install 'transformers>=5,<6'", name=error.name) from error
 
     operators = operators or Operators()
     AttentionInterface.register(name, functools.partial(attention, operators))
