@@ -79,7 +79,8 @@ def export(
         output.emit_json("export", asdict(report))
         return
     output.line(
-        f"{', '.join(report.releases)}: {report.files} files ({output.size(report.bytes)}) verified and written to "
+        f"{', '.join(report.releases)}: {output.several(report.files, 'file')} "
+        f"({output.size(report.bytes)}) verified and written to "
         f"{report.target} ({output.size(report.archive_bytes)}) in {report.seconds:.1f} s"
     )
     output.line(f"sha256 {report.sha256}")
@@ -152,6 +153,7 @@ def _write_tree(library: Library, chosen: Chosen, target: Path, verb: str, *, de
         output.emit_json(verb, asdict(report))
         return
     output.line(
-        f"{', '.join(report.releases)}: {report.written} files written to {report.target}, {report.kept} already "
+        f"{', '.join(report.releases)}: "
+        f"{output.several(report.written, 'file')} written to {report.target}, {report.kept} already "
         f"present ({output.size(report.bytes)} verified in {report.seconds:.1f} s)"
     )

@@ -138,12 +138,12 @@ def _fetch_text(report: FetchReport) -> str:
     saves = f"; the filters save about {_size(report.saves_about_bytes)}" if report.saves_about_bytes else ""
     if report.dry_run:
         return (
-            f"{report.pin}: {report.chosen} files selected, {report.present} in the store, "
+            f"{report.pin}: {output.several(report.chosen, 'file')} selected, {report.present} in the store, "
             f"{report.missing} would be fetched{about}{saves}"
         )
     origin = ", ".join(f"{count} from {label}" for label, count in report.by_source.items())
     return (
-        f"{report.pin}: {report.chosen} files selected, {report.present} were in the store, "
+        f"{report.pin}: {output.several(report.chosen, 'file')} selected, {report.present} were in the store, "
         f"{report.fetched} fetched ({_size(report.bytes)} in {report.seconds:.1f} s)"
         + (f": {origin}" if origin else "")
         + saves

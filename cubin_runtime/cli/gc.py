@@ -97,15 +97,15 @@ def _print(reports: Reports, older_than: float, *, dry_run: bool) -> None:
             output.note_line(
                 f"{name}: its manifest is not available locally, so its objects in the store are not known"
             )
-    age = f"of over {_several(older_than, 'hour')} " if older_than else ""
+    age = f"of over {output.several(older_than, 'hour')} " if older_than else ""
     if left is not None:
         output.line(
-            f"{_several(left.temporaries, 'temporary file')} and {_several(left.quarantined, 'damaged object')} "
-            f"{age}{verb} ({output.size(left.bytes)})"
+            f"{output.several(left.temporaries, 'temporary file')} and "
+            f"{output.several(left.quarantined, 'damaged object')} {age}{verb} ({output.size(left.bytes)})"
         )
     if orphans is not None:
         output.line(
-            f"{_several(orphans.removed, 'object')} {age}that no pinned release needs {verb} "
+            f"{output.several(orphans.removed, 'object')} {age}that no pinned release needs {verb} "
             f"({output.size(orphans.bytes)})"
         )
 
@@ -142,13 +142,9 @@ def usage(
         output.note_line("'cubin-runtime gc --unreferenced' removes what no pinned release needs")
     if found.quarantined:
         output.note_line(
-            f"{_several(found.quarantined, 'damaged object')} in quarantine; 'cubin-runtime gc --temps' removes "
+            f"{output.several(found.quarantined, 'damaged object')} in quarantine; 'cubin-runtime gc --temps' removes "
             "what has been there for an hour"
         )
-
-
-def _several(count: float, word: str) -> str:
-    return f"{count:.12g} {word}{'' if count == 1 else 's'}"
 
 
 def _size(count: int | None) -> str | None:

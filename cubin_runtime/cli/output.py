@@ -251,6 +251,11 @@ def some(word: str, items: Sequence[str], most: int = 20) -> None:
         line(f"  {word}: and {len(items) - most} more")
 
 
+def several(count: float, word: str) -> str:
+    """A number with its noun, in the plural unless it is one."""
+    return f"{count:.12g} {word}{'' if count == 1 else 's'}"
+
+
 @contextmanager
 def progress(description: str, total: int, unit: str = "files") -> Iterator[Callable[[int], None]]:
     """A bar on the standard error stream, shown only where that is a terminal.

@@ -87,7 +87,7 @@ def verify(
 
 
 def _print(report: VerifyReport, repaired: int) -> None:
-    parts = [f"{report.ok} files verified ({output.size(report.bytes)})"]
+    parts = [f"{output.several(report.ok, 'file')} verified ({output.size(report.bytes)})"]
     if repaired:
         parts.append(f"{repaired} of them repaired")
     if report.missing:

@@ -160,7 +160,7 @@ def test_verify_reports_what_was_not_fetched_without_an_error(
 ) -> None:
     main(["fetch", release.path(NAME).text, "--source", str(release.root)])
     assert main(["verify", "made-1.0"]) == 0
-    assert "1 files verified (3.90 kB), 2 not fetched" in capsys.readouterr().out
+    assert "1 file verified (3.90 kB), 2 not fetched" in capsys.readouterr().out
 
 
 def test_verify_complete_is_4_when_files_are_missing(release: Release) -> None:
