@@ -32,13 +32,21 @@ class CubinUnderTest:
 
         Raises:
             FileNotFoundError: there is no such file.
-            UsageError: the symbol is not in it, or it must be named.
+            UsageError: the symbol is not in it, or it must be named; or ``struct`` is no ``StructLayout``.
             AbiError: the kernel takes other parameters than one struct of this size.
             CorruptError: the file is not a cubin.
         """
         self.path = Path(path)
         self.struct = struct
-        self.data = self.path.read_bytes() if data is None else data
+        if not isinstance(struct, StructLayout):
+            raise UsageError(
+                f"struct: got {type(struct).__name__}, expected a StructLayout, as StructLayout.declare gives"
+            )
+        try:
+            self.data = self.path.read_bytes() if data is None else data
+        except FileNotFoundError as error:
+            words = f"{self.path}: there is no such cubin; compile it first, for example with nvcc -arch=sm_90a -cubin"
+            raise FileNotFoundError(words) from error
         try:
             self.cubin: Cubin = parse_cubin(self.data)
         except CorruptError as error:

@@ -95,6 +95,16 @@ def test_a_symbol_that_the_cubin_lacks_is_named_with_those_it_has(scale_cubin: P
         CubinUnderTest(scale_cubin, SCALE, "shift")
 
 
+def test_a_cubin_that_is_not_there_is_to_be_compiled(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"scale\.cubin: there is no such cubin; compile it first"):
+        CubinUnderTest(tmp_path / "scale.cubin", SCALE)
+
+
+def test_a_struct_is_a_layout(scale_cubin: Path) -> None:
+    with pytest.raises(UsageError, match="struct: got dict, expected a StructLayout"):
+        CubinUnderTest(scale_cubin, {"values": "ptr"})  # type: ignore[arg-type]
+
+
 def test_a_file_that_is_no_cubin_is_named(tmp_path: Path) -> None:
     (tmp_path / "scale.cu").write_text(SOURCE)
     with pytest.raises(CorruptError, match=r"scale\.cu: not a cubin"):
