@@ -125,7 +125,7 @@ def find_backend(operator: str, backend: str, device: DeviceFacts) -> str:
             if backend == AUTO and device.capability not in support.followed:
                 raise BackendError(
                     f"{operator} on {_words(device)}: no backend has been measured on it{_instead(operator, device)}; "
-                    f"backend={name!r} has kernels for it that have never been run"
+                    f"backend {name!r} has kernels for it that have never been run"
                 )
             return name
     everywhere = "; ".join(f"{name}: {support}" for name, support in asked.items())

@@ -25,7 +25,7 @@ def test_a_measured_device_is_taken_without_a_warning(operator: str, backend: st
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (10, 0), (10, 3), (12, 0), (12, 1)])
 def test_auto_never_takes_what_was_only_built(capability: tuple[int, int]) -> None:
-    with pytest.raises(BackendError, match="backend='hopper' has kernels for it that have never been run"):
+    with pytest.raises(BackendError, match="backend 'hopper' has kernels for it that have never been run"):
         resolve_backend("paged_decode", "auto", device(*capability))
 
 
@@ -97,7 +97,7 @@ def test_decoding_is_ours_where_it_was_measured(operator: str, backend: str) -> 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (12, 0)])
 def test_auto_takes_no_decoding_that_was_only_built(capability: tuple[int, int]) -> None:
-    with pytest.raises(BackendError, match="backend='xqa' has kernels for it that have never been run"):
+    with pytest.raises(BackendError, match="backend 'xqa' has kernels for it that have never been run"):
         resolve_backend(OPERATORS[0], "auto", device(*capability))
 
 
@@ -130,7 +130,7 @@ def test_auto_follows_flashinfer_to_the_mla_kernels_that_were_only_built(capabil
 
 @pytest.mark.parametrize("capability", [(12, 0), (12, 1)])
 def test_our_own_mla_follows_nobody(capability: tuple[int, int]) -> None:
-    with pytest.raises(BackendError, match="backend='hopper' has kernels for it that have never been run"):
+    with pytest.raises(BackendError, match="backend 'hopper' has kernels for it that have never been run"):
         resolve_backend("mla_decode", "auto", device(*capability))
 
 

@@ -195,7 +195,7 @@ def test_other_devices_are_told_what_there_is(planner: Runtime, sm: int) -> None
 @pytest.mark.parametrize("sm", [120, 121])
 def test_the_kernels_of_sm120_are_taken_by_name_with_a_warning(planner: Runtime, sm: int) -> None:
     given, device = latent_call(dtypes=(E4M3, E4M3, BF16)), describe_device(sm)
-    with pytest.raises(BackendError, match="backend='hopper' has kernels for it that have never been run"):
+    with pytest.raises(BackendError, match="backend 'hopper' has kernels for it that have never been run"):
         make_plan(planner, given, device_facts=device)
     with pytest.warns(UserWarning, match="mla_decode: backend 'hopper' was built for .* but never run there") as told:
         plan = make_plan(planner, given, device_facts=device, backend="hopper")

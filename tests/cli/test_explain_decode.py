@@ -108,7 +108,7 @@ def test_auto_names_the_backend_that_was_built_but_not_run(
     capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:
     assert cli.main([*arguments, "--sm", "80"]) == 9
-    assert "backend='hopper' has kernels for it that have never been run" in capsys.readouterr().err
+    assert "backend 'hopper' has kernels for it that have never been run" in capsys.readouterr().err
 
 
 def test_a_kernel_that_was_not_run_is_explained_by_name(

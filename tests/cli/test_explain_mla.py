@@ -104,7 +104,7 @@ def test_auto_names_the_backend_for_sm120(capsys: pytest.CaptureFixture[str], wi
     assert (
         cli.main([*with_portable, "--backend", "auto", "--sm", "120", "--head-dim", "576", "--dtype-kv", "e4m3"]) == 9
     )
-    assert "backend='hopper' has kernels for it that have never been run" in capsys.readouterr().err
+    assert "backend 'hopper' has kernels for it that have never been run" in capsys.readouterr().err
 
 
 def test_sm120_has_no_kernel_for_bf16(capsys: pytest.CaptureFixture[str], with_portable: list[str]) -> None:

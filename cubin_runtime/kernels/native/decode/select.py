@@ -288,7 +288,7 @@ def _reason(fit: Fit, shape: DecodeShape, part: Part, device: DeviceFacts) -> st
         f"{built}; {tokens} x {count(shape.group, 'query head')} per KV head in "
         f"{count(grid.row_tiles, 'row tile')} of {kernel.traits['rows']}; "
         f"at most {count(grid.tiles, 'tile')} of {keys} over {count(grid.ctas, 'CTA')} "
-        f"({grid.resident} on each of {device.multiprocessors} multiprocessors), "
+        f"(up to {grid.resident} on each of {device.multiprocessors} multiprocessors), "
         f"{_sharing(grid)}{invariant}"
     )
 
