@@ -26,8 +26,9 @@ VENV_LOWEST := .venv-lowest/bin/python
 BUILD := build/artifacts
 ACCELERATOR := $(wildcard accelerator/*.[ch]) accelerator/setup.py accelerator/pyproject.toml
 
+##@ Start here
 help: ## Say what each target does
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | column -t -s '|' 2>/dev/null || grep '##' Makefile
+	@awk -F ':.*## ' '/^##@/ {print "\n" substr($$0, 5)} /^[a-z-]+:.*## / {printf "  make %-13s  %s\n", $$1, $$2}' Makefile
 
 demo: .venv/.ready ## Two kernels from source to launch, step by step; DEMO=full shows details
 	@$(VENV) tools/demo.py
@@ -36,6 +37,7 @@ demo: .venv/.ready ## Two kernels from source to launch, step by step; DEMO=full
 install: ## Package and kernels into the active environment, or INTO=DIR; KERNELS=WHEEL gives the kernels
 	@"$(PYTHON)" tools/install.py $(if $(INTO),--into "$(INTO)") $(if $(KERNELS),--kernels "$(KERNELS)")
 
+##@ Test
 .PHONY: test-install
 test-install: .venv/.ready ## The ways to install, in clean environments and a root with Python alone (after make artifacts)
 	@$(VENV) tools/try_install.py
@@ -84,6 +86,7 @@ fuzz-long: .venv/.ready ## The same with 10 minutes a reader; results in benchma
 mutants: .venv/.ready .venv-torch/.ready ## Bugs put in on purpose, each of which a test must notice (15 minutes)
 	@$(VENV) tests/mutants/run.py
 
+##@ Check and document
 check: .venv/.ready ## Lint, format and types
 	@status=0; for gate in "ruff check ." "ruff format --check --output-format concise ." "mypy --strict"; do \
 	    $(VENV) -m $$gate || status=1; done; exit $$status
@@ -92,6 +95,7 @@ docs: .venv-docs/.ready ## The documentation site, into build/site; a warning or
 	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --strict --quiet
 	@echo "build/site/index.html"
 
+##@ Build and release
 artifacts: .venv/.ready ## Build our kernels and write their pin; CHECK=1 changes nothing, FORCE=1 compiles all
 	@$(VENV) -m kernels_src.build --out $(BUILD) $(if $(filter-out 0,$(FORCE)),--force)
 	@$(VENV) -m kernels_src.pinning $(if $(filter-out 0,$(CHECK)),--check)
@@ -109,8 +113,9 @@ release: .venv/.ready ## Check that this commit can be released (version, change
 	@$(VENV) -m kernels_src.pinning --check
 	@$(VENV) tools/dist.py --release
 
+##@ Measure
 .PHONY: soak
-soak: .venv/.ready ## 200 processes killed while they fetch, fetching beside its peer (nginx), long fuzzing (40 minutes)
+soak: .venv/.ready ## 200 processes killed while they fetch, fetching compared with FlashInfer's (nginx), long fuzzing (40 minutes)
 	@$(VENV) $(PIP) -e '.[bench]'
 	@CUBIN_RUNTIME_KILLS=200 CUBIN_RUNTIME_KILLS_REPORT=benchmarks/results/kills.json \
 	    $(VENV) -m pytest -s tests/artifacts/test_kills.py
@@ -127,6 +132,7 @@ figures: .venv/.ready ## All tables and pictures of the pages and the README, fr
 	@$(VENV) $(PIP) -e '.[bench]'
 	@$(VENV) benchmarks/figures.py
 
+##@ This machine
 clean: ## Remove everything that make made here, environments included
 	rm -rf venv .venv .venv-docs .venv-lowest .venv-torch build accelerator/build dist ./*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
