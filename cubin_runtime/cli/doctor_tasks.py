@@ -137,6 +137,10 @@ def _verify(report: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _kernels(report: Mapping[str, Any]) -> dict[str, Any]:
+    if report["settings_problem"]:
+        return task("kernels", NO, _SETTINGS, _MEND, code=UsageError.exit_code)
+    if report["pins"]["problem"]:
+        return task("kernels", NO, "the pins cannot be read", "see pins", code=PinError.exit_code)
     name = f"hopper-{KERNELS_VERSION}"
     release = next((one for one in report["releases"] if one["name"] == name), None)
     if release is None:

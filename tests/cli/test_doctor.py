@@ -387,6 +387,7 @@ def test_pins_that_cannot_be_read_leave_the_built_in_ones(report, clean: Path) -
     assert verdict(shown, "pins").startswith("no, ")
     assert verdict(shown, "verify") == "no, the pins cannot be read"
     assert verdict(shown, "fetch") == "no, the pins cannot be read"
+    assert verdict(shown, "kernels") == "no, the pins cannot be read"
 
 
 @pytest.mark.parametrize(
