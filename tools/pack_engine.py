@@ -153,10 +153,10 @@ def _used(cubin: bytes) -> bool:
     """Whether a cubin of FlashAttention serves a head dimension and dtype of the models, or all."""
     if b"CollectiveMainloopFwd" not in cubin:
         return True
-    head_dims = (b"ELi64ENS_10bfloat16_t", b"ELi128ENS_10bfloat16_t", b"ELi256ENS_10bfloat16_t")
-    head_dims += (b"ELi64ENS_12float_e4m3_t", b"ELi128ENS_12float_e4m3_t")
-    # Of values with another head dimension, those of MLA: 192 / 128 of its prompts, 64 / 512 of its decodes.
-    return any(name in cubin for name in (*head_dims, b"ILi64EEEEEELi512E")) and b"ILi64EEEEEELi256E" not in cubin
+    # By the head dimension of the values: 128 is that of MLA's prompts too, and 512 that of its decodes.
+    kept = [f"ELi{head_dim}ENS_10bfloat16_t".encode() for head_dim in (64, 128, 256, 512)]
+    kept += [f"ELi{head_dim}ENS_12float_e4m3_t".encode() for head_dim in (64, 128)]
+    return any(name in cubin for name in kept) and b"ILi64EEEEEELi256E" not in cubin  # keys of 64, values of 256
 
 
 if __name__ == "__main__":
