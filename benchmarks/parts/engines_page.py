@@ -41,6 +41,12 @@ MODELS = {
     "deepseek-shape": "DeepSeek V3, 8 layers, 8 experts",
 }
 
+WRONG = 10  # times our error
+STEPS = (
+    "Time of a step that decodes: median of the rounds and their range, engines in turns. A backend whose tokens are "
+    f"wrong, with {WRONG} times our error, has none."
+)
+
 
 def figures(results: Path) -> str:
     """All sections of one GPU that were measured, in both engines."""
@@ -93,6 +99,7 @@ def _tokens(engine: str, rows: Sequence[Row]) -> str:
             continue
         errors = [f"{judged[label]['mean_error']:.4f}" if label in judged else "-" for label in labels]
         where = f", {row['gpu']}" if "gpu" in row else ""
+        where += f", model runner {row['runner']}" if "runner" in row else ""
         lines.append((f"{MODELS[row['model']]}{where}", f"{judged[OURS[engine]]['tokens']:,}", *errors))
     return _table(("model", "tokens", *map(_name, labels)), lines)
 
@@ -112,19 +119,37 @@ def _jobs(engine: str, rows: Sequence[Row]) -> str:
 
 
 def _dealt(engine: str, rows: Sequence[Row]) -> str:
-    """Judged tokens, and the time of a step that decodes."""
-    lines: list[tuple[object, ...]] = []
-    jobs = [row for row in rows if "job" in row]
-    labels = list(dict.fromkeys(label for row in jobs for label in row["rounds"]))
-    for row in jobs:
-        steps = int(row["job"].rpartition(" ")[2]) - 1
-        best = {label: best_of(rounds)["decode"] / steps for label, rounds in row["rounds"].items()}
-        shown = [f"{best[label] * 1e3:.2f}" if label in best else "-" for label in labels]
-        lines.append((MODELS[row["model"]], row["job"], *shown))
+    """Judged tokens, and the time of a step that decodes, of backends whose tokens are not wrong."""
+    jobs, judged = ([row for row in rows if key in row] for key in ("job", "judge"))
+    wrong = {(row["model"], row.get("runner"), label) for row in judged for label in _wrong(engine, row)}
+    rounds = [
+        {label: made for label, made in row["rounds"].items() if (row["model"], row.get("runner"), label) not in wrong}
+        for row in jobs
+    ]
+    labels = list(dict.fromkeys(label for made in rounds for label in made))
+    lines = [
+        (
+            MODELS[row["model"]],
+            row["job"],
+            *(_step(made[label], row["job"]) if label in made else "-" for label in labels),
+        )
+        for row, made in zip(jobs, rounds, strict=True)
+    ]
     heads = ("model", "requests x cached prompt + new tokens", *(f"{_name(label)}, ms" for label in labels))
-    judged = _tokens(engine, [row for row in rows if "made" in row])
-    of_steps = "Time of a step that decodes, best of the rounds, engines in turns:"
-    return "\n\n".join((judged, of_steps, _table(heads, lines)) if lines else (judged,))
+    return "\n\n".join((_tokens(engine, judged), STEPS, _table(heads, lines)) if lines else (_tokens(engine, judged),))
+
+
+def _wrong(engine: str, row: Row) -> list[str]:
+    """Backends whose tokens are far from those of float32 while ours are near."""
+    errors = {label: each["mean_error"] for label, each in row["judge"].items() if isinstance(each, dict)}
+    return [label for label, error in errors.items() if error > WRONG * errors[OURS[engine]]]
+
+
+def _step(rounds: Sequence[Row], job: str) -> str:
+    """Milliseconds of a step that decodes: the median of the rounds, and their range."""
+    steps = int(job.rpartition(" ")[2]) - 1
+    times = sorted((each["cached"] - each["first"]) * 1e3 / steps for each in rounds)
+    return f"{statistics.median(times):.2f} ({times[0]:.2f} to {times[-1]:.2f})"
 
 
 def _cache_dtypes(engine: str, rows: Sequence[Row]) -> str:
@@ -289,7 +314,8 @@ TITLES = {
 }
 WORDS = {
     "ranks": "As tokens beside float32 on one GPU: mean error of the chosen token's logprob. Then how long the engines "
-    "took to start, and both ranks of ours at once on an empty store, with a server that counts what it sends.",
+    "took to start, all four of a model at the same time, and both ranks of ours at once on an empty store, with a "
+    "server that counts what it sends.",
     "rank_figures": "Tensor parallelism of 2. Best of the rounds, engines in turns; the last two columns: the other's "
     "time over ours, of the whole job and of its decodes behind cached prompts.",
     "dealt": "Tensor and decode context parallelism of 2; undivided: tensor parallelism alone. Mean error of the "

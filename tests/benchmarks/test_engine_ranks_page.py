@@ -45,13 +45,31 @@ def test_a_file_that_was_sent_again_is_told(tmp_path: Path) -> None:
 def test_a_step_over_keys_on_two_ranks(tmp_path: Path) -> None:
     labels = ("CUSTOM", "FLASH_ATTN", "CUSTOM undivided", "CUSTOM eager")
     judged = {each: {"mean_error": 0.02, "tokens": 9} for each in labels}
-    rounds = {each: [{"cached": 1.5 + number, "first": 0.5, "decode": 1.0}] for number, each in enumerate(labels[:3])}
-    model = {"model": "one-kv-head"}
+    rounds = {
+        each: [{"cached": 1.5 + number + late, "first": 0.5} for late in (0, 0.5, 2)]
+        for number, each in enumerate(labels[:3])
+    }
+    model = {"model": "one-kv-head", "runner": "V2"}
     job = {**model, "job": "1 x 30,000 + 65", "rounds": rounds}
     write(tmp_path, "dealt", {**model, "start": {}}, job, {**model, "made": dict.fromkeys(labels), "judge": judged})
     text = ranks(tmp_path)
     assert "| model | tokens | ours | FlashAttention-3 | ours undivided | ours without graphs |" in text
-    assert "| 32 heads on one KV head, 4 layers | 1 x 30,000 + 65 | 15.62 | 31.25 | 46.88 |" in text
+    assert "| 32 heads on one KV head, 4 layers, model runner V2 | 9 | 0.0200 |" in text
+    step = "| 23.44 (15.62 to 46.88) | 39.06 (31.25 to 62.50) | 54.69 (46.88 to 78.12) |"
+    assert f"| 32 heads on one KV head, 4 layers | 1 x 30,000 + 65 {step}" in text
+
+
+def test_a_backend_whose_tokens_are_wrong_has_no_time(tmp_path: Path) -> None:
+    model = {"model": "one-kv-head", "runner": "V2"}
+    rounds = {each: [{"cached": 1.0, "first": 0.36}] for each in ("CUSTOM", "FLASH_ATTN")}
+    errors = {"CUSTOM": {"mean_error": 0.02, "tokens": 9}, "FLASH_ATTN": {"mean_error": 4.9, "tokens": 9}}
+    judged = {**model, "made": dict.fromkeys(errors), "judge": {**errors, "requests of FLASH_ATTN": 0}}
+    other = {**model, "runner": "V1", "job": "1 x 30,000 + 65", "rounds": rounds}
+    write(tmp_path, "dealt", {**model, "job": "1 x 9 + 65", "rounds": rounds}, other, judged)
+    text = ranks(tmp_path)
+    assert "| 0.0200 | 4.9000 |" in text
+    assert "| 1 x 9 + 65 | 10.00 (10.00 to 10.00) | - |" in text
+    assert "| 1 x 30,000 + 65 | 10.00 (10.00 to 10.00) | 10.00 (10.00 to 10.00) |" in text
 
 
 def test_nothing_is_said_before_there_is_a_measurement(tmp_path: Path) -> None:
