@@ -90,6 +90,20 @@ def outcome(report: Report) -> str:
     )
 
 
+def parallel(report: Report) -> str:
+    """How FlashInfer's tests of parallel attention ended; nothing before they ran."""
+    if not report:
+        return ""
+    environment, outcomes = report["environment"], list(report["outcomes"].values())
+    counted = ", ".join(f"{outcomes.count(each)} {each}" for each in dict.fromkeys(outcomes))
+    return (
+        f"FlashInfer {environment['packages']['flashinfer-python']}'s tests of Ulysses and ring attention on our names "
+        f"of FlashAttention-3, {report['ranks']} processes with NCCL: {counted}; {environment['gpu']['name']}, "
+        f"{environment['date'][:10]}. Data: "
+        "[`flashinfer_parallel.json`](../benchmarks/results/flashinfer_parallel.json)."
+    )
+
+
 def _pairs(rows: Sequence[Row]) -> list[tuple[Row, Row]]:
     """The rows of both exchanges of each case."""
     found: dict[tuple[Any, ...], dict[str, Row]] = {}

@@ -128,6 +128,7 @@ def _several(results: Path) -> str:
     report = report_of(results / "soak.json")
     text = divided_page.soak(report)
     parts = [divided_page.outcome(report_of(results / "gpu_run_two_gpus.json"))]
+    parts.append(divided_page.parallel(report_of(results / "flashinfer_parallel.json")))
     parts += [_aged(text, report["rows"], results) if text else NOT_MEASURED, engines_page.ranks(results)]
     return "\n\n".join(filter(None, parts))
 

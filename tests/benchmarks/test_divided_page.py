@@ -10,7 +10,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
-from decode.divided_page import outcome, soak, steps
+from decode.divided_page import outcome, parallel, soak, steps
 from divided.model import bytes_sent, predictions
 
 ENVIRONMENT = {"gpu": {"name": "GPU"}, "packages": {"torch": "2"}, "date": "2026-01-02T03:04"}
@@ -85,3 +85,12 @@ def test_the_end_of_the_tests_is_told_with_the_release() -> None:
     text = outcome({"environment": ENVIRONMENT, "releases": {"hopper-0.1.0": "d2efcd3f7a64c4c8"}, "steps": [step]})
     assert "88 passed, 1 skipped in 40.2s (0:00:40); GPU, 2026-01-02, hopper-0.1.0 (d2efcd3f7a64)." in text
     assert outcome({}) == ""
+
+
+def test_outcomes_of_flashinfers_tests_are_counted() -> None:
+    environment = {**ENVIRONMENT, "packages": {"flashinfer-python": "0.6"}}
+    ended = {"a": "passed", "b": "failed", "c": "passed"}
+    text = parallel({"environment": environment, "ranks": 2, "outcomes": ended})
+    assert "FlashInfer 0.6's" in text
+    assert "2 processes with NCCL: 2 passed, 1 failed; GPU, 2026-01-02." in text
+    assert parallel({}) == ""

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tools.flashinfer_tests.parallel import for_ranks, merged
 from tools.flashinfer_tests.run import summary
 from tools.flashinfer_tests.sampling import sampled
 from tools.flashinfer_tests.stage import main as stage
@@ -203,3 +204,20 @@ def test_the_paged_reference_is_attention(
         scores = torch.einsum("qhd,khd->qhk", rows, k) / 4 + bias[:, None]
         torch.testing.assert_close(lse[begin : begin + q_len], torch.logsumexp(scores, -1) / math.log(2))
         begin += q_len
+
+
+def test_groups_of_parallel_attention_fit_the_number_of_processes() -> None:
+    written = '@parametrize("ulysses_size,ring_size", [(4, 1), (1, 4), (2, 2)])\n@parametrize("n", [4])'
+    assert for_ranks(written, 2) == '@parametrize("ulysses_size,ring_size", [(1, 2), (2, 1)])\n@parametrize("n", [4])'
+    assert for_ranks(written, 4) == written
+
+
+def test_a_test_passed_if_it_did_on_every_rank() -> None:
+    ranks = [
+        {"outcomes": {"a": "passed", "b": "passed"}, "reasons": {}, "cubins": {"k": "1"}, "commit": "c"},
+        {"outcomes": {"a": "passed", "b": "failed"}, "reasons": {"b": "why"}, "cubins": {}, "commit": "c"},
+    ]
+    ended = {"a": "passed", "b": "failed"}
+    expected = {"outcomes": ended, "reasons": {"b": "why"}, "cubins": {"k": "1"}, "commit": "c"}
+    assert merged(ranks) == expected
+    assert merged(ranks[::-1])["outcomes"] == ended
