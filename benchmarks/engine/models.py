@@ -47,6 +47,7 @@ CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-shape": ("DeepseekV3Config", DEEPSEEK | {"num_hidden_layers": 8}),
     # Of whose keys a rank has as many as the others.
     "one-kv-head": ("LlamaConfig", LLAMA | {"num_hidden_layers": 4, "num_key_value_heads": 1}),
+    "one-kv-head-shape": ("LlamaConfig", LLAMA | {"num_hidden_layers": 16, "num_key_value_heads": 1}),
     "alibi-shape": ("BloomConfig", {"hidden_size": 1024, "n_layer": 2, "n_head": 8, "vocab_size": VOCABULARY}),
     "wide-shape": ("LlamaConfig", LLAMA | {"num_hidden_layers": 2, "num_attention_heads": 8, "head_dim": 512}),
     "gptoss-shape": ("GptOssConfig", GPT_OSS | {"num_hidden_layers": 8, "num_local_experts": 32}),

@@ -30,6 +30,7 @@ MODELS = {
     "llama-shape": "Llama 3 8B, 32 layers",
     "llama-half-shape": "Llama 3 8B, 16 layers",
     "one-kv-head": "32 heads on one KV head, 4 layers",
+    "one-kv-head-shape": "32 heads on one KV head, 16 layers",
     "gptoss": "GPT-OSS, 4 layers, 8 experts",
     "gptoss-shape": "GPT-OSS 20B, 8 layers",
     "gemma2": "Gemma 2, 6 layers",
@@ -118,13 +119,27 @@ def _jobs(engine: str, rows: Sequence[Row]) -> str:
     return _table(("model", "requests x prompt + new tokens", "ours, s", "other, s", "job", "decodes"), lines)
 
 
+def _rank_jobs(engine: str, rows: Sequence[Row]) -> str:
+    """Jobs, and how long engines took to start, one after the other."""
+    starts: dict[tuple[str, str], dict[int, float]] = {}
+    for row in (row for row in rows if row.get("alone")):
+        for label, started in row["start"].items():
+            starts.setdefault((row["model"], label), {})[row["ranks"]] = started["engine_seconds"]
+    lines = [
+        (MODELS[model], _name(label), *(f"{seconds[ranks]:.1f}" if ranks in seconds else "-" for ranks in (2, 1)))
+        for (model, label), seconds in starts.items()
+    ]
+    table = _table(("model", "backend", "start over two GPUs, s", "start on one GPU, s"), lines)
+    said = "Engines that started one after the other, without weights to read:"
+    return "\n\n".join((_jobs(engine, rows), said, table) if lines else (_jobs(engine, rows),))
+
+
 def _dealt(engine: str, rows: Sequence[Row]) -> str:
     """Judged tokens, and the time of a step that decodes, of backends whose tokens are not wrong."""
     jobs, judged = ([row for row in rows if key in row] for key in ("job", "judge"))
-    wrong = {(row["model"], row.get("runner"), label) for row in judged for label in _wrong(engine, row)}
+    wrong = {(*_served(row), label) for row in judged for label in _wrong(engine, row)}
     rounds = [
-        {label: made for label, made in row["rounds"].items() if (row["model"], row.get("runner"), label) not in wrong}
-        for row in jobs
+        {label: made for label, made in row["rounds"].items() if (*_served(row), label) not in wrong} for row in jobs
     ]
     labels = list(dict.fromkeys(label for made in rounds for label in made))
     lines = [
@@ -137,6 +152,11 @@ def _dealt(engine: str, rows: Sequence[Row]) -> str:
     ]
     heads = ("model", "requests x cached prompt + new tokens", *(f"{_name(label)}, ms" for label in labels))
     return "\n\n".join((_tokens(engine, judged), STEPS, _table(heads, lines)) if lines else (_tokens(engine, judged),))
+
+
+def _served(row: Row) -> tuple[str, str | None]:
+    """A model, of which more layers are the same, and vLLM's runner."""
+    return row["model"].removesuffix("-shape"), row.get("runner")
 
 
 def _wrong(engine: str, row: Row) -> list[str]:
@@ -292,7 +312,7 @@ SECTIONS: Mapping[str, Callable[[str, Sequence[Row]], str]] = {
 }
 RANKS: Mapping[str, Callable[[str, Sequence[Row]], str]] = {
     "ranks": _ranks,
-    "rank_figures": _jobs,
+    "rank_figures": _rank_jobs,
     "dealt": _dealt,
 }
 TITLES = {

@@ -42,6 +42,16 @@ def test_a_file_that_was_sent_again_is_told(tmp_path: Path) -> None:
     assert "| 2 files, up to 2 times | - |" in ranks(tmp_path)
 
 
+def test_engines_that_started_one_after_the_other(tmp_path: Path) -> None:
+    start = {"CUSTOM": {"engine_seconds": 10.04}, "FLASH_ATTN": {"engine_seconds": 12.0}}
+    rows = [{"model": "gptoss-shape", "ranks": 2, "alone": True, "start": start}]
+    rows.append({"model": "gptoss-shape", "ranks": 1, "alone": True, "start": {"CUSTOM": {"engine_seconds": 8.0}}})
+    write(tmp_path, "rank_figures", {"model": "llama-shape", "ranks": 2, "start": start}, *rows)
+    text = ranks(tmp_path)
+    assert "| GPT-OSS 20B, 8 layers | ours | 10.0 | 8.0 |" in text
+    assert text.endswith("| GPT-OSS 20B, 8 layers | FlashAttention-3 | 12.0 | - |")
+
+
 def test_a_step_over_keys_on_two_ranks(tmp_path: Path) -> None:
     labels = ("CUSTOM", "FLASH_ATTN", "CUSTOM undivided", "CUSTOM eager")
     judged = {each: {"mean_error": 0.02, "tokens": 9} for each in labels}
@@ -64,8 +74,9 @@ def test_a_backend_whose_tokens_are_wrong_has_no_time(tmp_path: Path) -> None:
     rounds = {each: [{"cached": 1.0, "first": 0.36}] for each in ("CUSTOM", "FLASH_ATTN")}
     errors = {"CUSTOM": {"mean_error": 0.02, "tokens": 9}, "FLASH_ATTN": {"mean_error": 4.9, "tokens": 9}}
     judged = {**model, "made": dict.fromkeys(errors), "judge": {**errors, "requests of FLASH_ATTN": 0}}
-    other = {**model, "runner": "V1", "job": "1 x 30,000 + 65", "rounds": rounds}
-    write(tmp_path, "dealt", {**model, "job": "1 x 9 + 65", "rounds": rounds}, other, judged)
+    other = {**model, "model": "one-kv-head-shape", "runner": "V1", "job": "1 x 30,000 + 65", "rounds": rounds}
+    shaped = {**model, "model": "one-kv-head-shape", "job": "1 x 9 + 65", "rounds": rounds}
+    write(tmp_path, "dealt", shaped, other, judged)
     text = ranks(tmp_path)
     assert "| 0.0200 | 4.9000 |" in text
     assert "| 1 x 9 + 65 | 10.00 (10.00 to 10.00) | - |" in text
