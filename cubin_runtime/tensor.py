@@ -18,6 +18,7 @@ _DLPACK_CODES = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 6: "bool"}
 _DLPACK_E4M3FN = 10  # a code that says the width itself
 _READ_ONLY, _COPIED = 1, 2  # flags of version 1
 _ARRAY_KINDS = {"i": "int", "u": "uint", "f": "float", "b": "bool"}
+_TO_PLAN = "; a plan with device_facts='H200', or of another GPU, takes it"
 _BOOL = "bool8"  # what a kind with its width makes of bool
 
 
@@ -127,7 +128,7 @@ def _from_torch(tensor: Any, name: str) -> TensorView:
 def _torch_device(tensor: Any, name: str) -> int:
     device = tensor.device
     if device.type != "cuda":
-        planning = "; a plan with device_facts='H200', or of another GPU, takes it" if device.type == "meta" else ""
+        planning = _TO_PLAN if device.type == "meta" else ""
         raise UsageError(f"{name}: is on {device}, expected a CUDA device{planning}")
     return device.index or 0
 
@@ -135,7 +136,9 @@ def _torch_device(tensor: Any, name: str) -> int:
 def _check_of_torch(torch: Any, tensor: Any, name: str) -> None:
     """Check that the elements of a tensor are what its memory holds."""
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        raise UsageError(f"{name}: a {type(tensor).__name__}, which need not have memory of its own: expected a Tensor")
+        kind = type(tensor).__name__
+        planning = _TO_PLAN if kind == "FakeTensor" else ""
+        raise UsageError(f"{name}: a {kind}, which need not have memory of its own: expected a Tensor{planning}")
     if tensor.is_nested:
         raise UsageError(f"{name}: a nested tensor, expected one with a single shape")
     if tensor.layout is not torch.strided:

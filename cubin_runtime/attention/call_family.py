@@ -73,12 +73,12 @@ def stream_of(runtime: PlanRuntime, stream: Stream | None, first: Any, name: str
     """The handle of a call's stream; None: the current one for its ``first`` tensor, the argument ``name``.
 
     Raises:
-        UsageError: the stream is none; or ``first`` is a number, which would be taken for a device.
+        UsageError: the stream is none; or ``first`` is no tensor, or is not on a CUDA device.
     """
     if stream is not None:
         return stream_handle(stream)
-    if isinstance(first, int):
-        first = view_of(first, name)  # type: ignore[arg-type]  # which refuses it
+    if isinstance(first, int) or (is_torch(first) and first.device.type != "cuda"):
+        first = view_of(first, name)  # which refuses it
     return runtime.memory.current_stream(first)
 
 

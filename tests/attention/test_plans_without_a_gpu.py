@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from attention_examples import Tensors
 
-from cubin_runtime import BackendError, Runtime, UsageError, plan_append_kv, plan_paged_decode
+from cubin_runtime import BackendError, Runtime, UsageError, append_kv, plan_append_kv, plan_paged_decode
 from cubin_runtime.attention.described_tensors import describe_tensors
 
 GOOD = Tensors()
@@ -110,3 +110,23 @@ def test_views_of_one_meta_tensor_share_memory() -> None:
     assert (v.pointer - k.pointer, v.strides) == (8 * 128 * 2, (64 * 2 * 8 * 128, 2 * 8 * 128, 128, 1))
     assert other.pointer >= k.pointer + both.numel() * 2
     assert arguments["number"] == 1
+
+
+@pytest.mark.torch
+def test_a_fake_tensor_without_a_described_device_is_told_how_to_plan(planner: Runtime) -> None:
+    torch = pytest.importorskip("torch")
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(), pytest.raises(UsageError, match=r"q: a FakeTensor, .*; a plan with device_facts='H200'"):
+        plan_paged_decode(**decode_tensors(torch, "cuda"), max_seq_len=1024, runtime=planner)
+
+
+@pytest.mark.torch
+def test_a_call_with_meta_tensors_says_so_before_it_asks_for_a_stream(planner: Runtime) -> None:
+    torch = pytest.importorskip("torch")
+    tensors = decode_tensors(torch, "meta")
+    new = torch.empty(4, 2, 8, 128, dtype=torch.bfloat16, device="meta")
+    with pytest.raises(UsageError, match="key: is on meta, expected a CUDA device"):
+        append_kv(
+            new, new, *(tensors[name] for name in ("k_cache", "v_cache", "page_table", "seq_lens")), runtime=planner
+        )
