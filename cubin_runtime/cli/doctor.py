@@ -274,7 +274,7 @@ def _release(library: Library, pin: Pin, devices: list[int]) -> dict[str, Any]:
         "bytes": pin.bytes or None,
         "in_store": None,
         "missing_bytes": pin.bytes or None,
-        "install": hint(pin).removeprefix("; ") or None,
+        "install": hint(pin) or None,
         "known_abi": _known_abi(pin.abi),
         "launchable": False,
         "runs_on": {},

@@ -177,5 +177,5 @@ def test_one_file_that_no_source_delivered_says_what_to_install(release: Release
     pin = replace(release.pin, name="hopper-1.0")
     wanted = Wanted(release.path("kernels.bin"), pin.path, "0" * 64, 100)
     failed = Outcome(wanted, error=SourceError("no"))
-    with pytest.raises(SourceError, match=r"no; 'pip install cubin-runtime-kernels==1\.0"):
+    with pytest.raises(SourceError, match=r"no\n  'pip install cubin-runtime-kernels==1\.0"):
         report_of(pin, [wanted], [wanted], 0, [failed], 1.0, False)

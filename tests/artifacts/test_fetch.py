@@ -255,7 +255,7 @@ def test_the_first_source_that_has_the_bytes_wins(release: Release, server: Faul
 
 def test_the_error_names_every_source_with_its_reason(release: Release, server: FaultyServer, store: Path) -> None:
     server.fault(NAME, status(404))
-    with pytest.raises(SourceError, match=r"status 404.*nothing-here is not a directory"):
+    with pytest.raises(SourceError, match=r"status 404\n.*nothing-here is not a directory"):
         release.library(store, server.url, "/nothing-here").fetch(release.pin)
 
 
@@ -307,7 +307,7 @@ def test_offline_opens_no_socket(release: Release, store: Path, monkeypatch: pyt
 def test_too_little_room_is_found_before_a_byte_moves(release: Release, server: FaultyServer, store: Path) -> None:
     library = release.library(store, server.url)
     huge = replace(release.pin, bytes=1 << 60)
-    with pytest.raises(StoreError, match="about 1152921504606846976 bytes are needed"):
+    with pytest.raises(StoreError, match=r"about 1152921504\.61 GB are needed"):
         library.fetch(huge)
     assert server.count(NAME) == 0
 

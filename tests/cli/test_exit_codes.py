@@ -80,11 +80,13 @@ def test_6_is_what_a_tree_has_too_much(release: Release, capsys: pytest.CaptureF
     assert "extra: fmha/extra" in capsys.readouterr().out
 
 
-def test_7_is_what_no_source_delivered(release: Release, sentence) -> None:
+def test_7_is_what_no_source_delivered(release: Release, capsys: pytest.CaptureFixture[str]) -> None:
     with serving(release.root) as server:
         server.fault(NAME, status(404))
         assert main([*FETCH, "--source", server.url]) == 7
-    assert "no source delivered" in sentence()
+    first, cause = capsys.readouterr().err.splitlines()[-2:]
+    assert first == f"error: no source delivered {release.path(NAME)}:"
+    assert cause.strip() == f"{server.url}: status 404"
 
 
 def test_8_is_a_store_that_cannot_be_written(release: Release, store: Path, sentence) -> None:
@@ -122,7 +124,7 @@ def test_a_store_that_cannot_be_searched_is_8_and_not_missing_for_verify(open_pl
     places = ("--pins", made.pin_file, "--source", open_place / source, "--store", closed_store(open_place))
     words = ("verify", "made-1.0", "--complete", "--offline", *places)
     done = run_child(RUN, *words, as_user=True, before=EVERYTHING)
-    assert (done.returncode, done.stderr.count("\n")) == (8, 1), done.stderr
+    assert (done.returncode, done.stderr.count("error:")) == (8, 1), done.stderr
 
 
 def test_doctor_tells_of_a_store_that_cannot_be_searched(open_place: Path) -> None:

@@ -16,7 +16,7 @@ from ..path import ArtifactPath
 from ..pins.pin import Pin
 from ..sources.failover import FetchPolicy
 from ..sources.source import NotHereError, Wanted
-from ..sources.source_list import SourceList, hint
+from ..sources.source_list import SourceList, with_hint
 from ..store.store import Store
 from ..store.store_errors import is_denied
 
@@ -111,7 +111,7 @@ class ArtifactLoader:
         outcome = self.into_store(pin, [wanted], 1, None)[0]
         if outcome.error is not None:
             if isinstance(outcome.error, SourceError):
-                raise SourceError(f"{outcome.error}{hint(pin)}")
+                raise SourceError(with_hint(outcome.error, pin))
             raise outcome.error
         data = self._store.read(listed_digest(wanted), wanted.limit)
         origin = outcome.source or str(self._store.root)

@@ -8,7 +8,7 @@ from ...errors import CorruptError, MissingError, PinError, SourceError, StoreEr
 from ..manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest
 from ..pins.pin import Pin, read_manifest
 from ..sources.source import Wanted
-from ..sources.source_list import SourceList, hint, remedy
+from ..sources.source_list import SourceList, remedy, with_hint
 from ..store.store import Store
 from .loader import ArtifactLoader, listed_digest
 
@@ -75,7 +75,7 @@ class PinnedManifests:
         except CorruptError as error:
             raise PinError(f"the manifest of {pin.name!r} is not the pinned one: {error}") from None
         except SourceError as error:
-            raise SourceError(f"{error}{hint(pin)}") from None
+            raise SourceError(with_hint(error, pin)) from None
 
     def _can_write(self) -> bool:
         try:

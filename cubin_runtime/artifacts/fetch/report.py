@@ -10,7 +10,7 @@ from ...errors import CorruptError, SourceError
 from ...values import dataclass
 from ..pins.pin import Pin
 from ..sources.source import Wanted
-from ..sources.source_list import hint
+from ..sources.source_list import with_hint
 from .worker_pool import Outcome
 
 _GIVEN_UP = "skipped after"
@@ -76,7 +76,7 @@ def _raise_failures(pin: Pin, chosen: int, failed: Sequence[Outcome]) -> None:
     errors = [outcome.error for outcome in failed]
     kind = CorruptError if any(isinstance(error, CorruptError) for error in errors) else SourceError
     if len(failed) == 1:
-        raise kind(f"{errors[0]}{hint(pin) if kind is SourceError else ''}")
+        raise kind(with_hint(errors[0], pin) if kind is SourceError else str(errors[0]))
     causes = Counter(_cause(outcome) for outcome in failed)
     given_up = [cause for cause in causes if _GIVEN_UP in cause]
     if len(given_up) < len(causes):  # earlier outcomes state why a source was abandoned
@@ -84,16 +84,16 @@ def _raise_failures(pin: Pin, chosen: int, failed: Sequence[Outcome]) -> None:
             del causes[cause]
     whole = f"{len(failed)} of {chosen} files could not be fetched"
     if len(causes) == 1:
-        raise kind(f"{whole}: {next(iter(causes))}{hint(pin)}")
+        raise kind(with_hint(f"{whole}: {next(iter(causes))}", pin))
     shown = "\n".join(f"  {count} files: {cause}" for cause, count in causes.most_common(5))
     more = f"\n  and {len(causes) - 5} more reasons" if len(causes) > 5 else ""
-    raise kind(f"{whole}:\n{shown}{more}{hint(pin)}")
+    raise kind(with_hint(f"{whole}:\n{shown}{more}", pin))
 
 
 def _cause(outcome: Outcome) -> str:
     """The failure without the file's own name, so that equal causes are listed once."""
     path = outcome.wanted.path.text
-    text = str(outcome.error).removeprefix(f"no source delivered {path}: ")
+    text = str(outcome.error).removeprefix(f"no source delivered {path}:").strip().replace("\n  ", "; ")
     for name in (quote(path), path):
         text = text.replace(f"/{name}", "").replace(name, "a file")
     return text

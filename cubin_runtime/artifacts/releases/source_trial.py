@@ -80,6 +80,6 @@ def _try(sources: SourceList, pin: Pin, spec: SourceSpec) -> SourceTrial:
     try:
         sources.read((spec,), manifest_wanted(pin))
     except CubinRuntimeError as error:
-        _, _, reason = str(error).partition(f"{manifest_wanted(pin).path}: ")
-        problem = reason.removeprefix(f"{spec.label}/{manifest_wanted(pin).path}: ") or str(error)
+        _, _, reason = str(error).partition(":\n  ")
+        problem = reason.removeprefix(f"{spec.label}: ") or str(error)
     return SourceTrial(spec.label, pin.name, problem is None, time.monotonic() - began, problem)

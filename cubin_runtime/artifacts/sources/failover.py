@@ -8,6 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from urllib.parse import quote
 
 from ...config import Network
 from ...errors import CorruptError, SourceError
@@ -123,7 +124,7 @@ def read_with_failover(
 
     Raises:
         CorruptError: no source delivered, and at least one sent bytes with another digest.
-        SourceError: no source delivered; the message gives each source's reason.
+        SourceError: no source delivered; the message gives each source's reason, in a line of its own.
     """
     reasons: list[str] = []
     corrupt = False
@@ -144,7 +145,15 @@ def read_with_failover(
             source.forget()  # what came of a body that broke off: nobody will ask this source for the rest
             progress.note(source.label, failed=failed)
     kind = CorruptError if corrupt else SourceError
-    raise kind(f"no source delivered {wanted.path}: " + ("; ".join(reasons) or "no source is configured"))
+    causes = [_without_path(reason, wanted) for reason in reasons] or ["no source is configured"]
+    raise kind("\n  ".join([f"no source delivered {wanted.path}:", *causes]))
+
+
+def _without_path(reason: str, wanted: Wanted) -> str:
+    """A source's reason with its own address alone: the message has the path already."""
+    for path in (quote(wanted.path.text), wanted.path.text):
+        reason = reason.replace(f"/{path}: ", ": ")
+    return reason
 
 
 def _read_one_large_at_a_time(source: Source, wanted: Wanted, progress: Progress) -> bytes:

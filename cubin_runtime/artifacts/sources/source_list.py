@@ -144,18 +144,23 @@ def _opened(spec: SourceSpec) -> LocalSource:
 
 
 def hint(pin: Pin) -> str:
-    """How to install a package that contains the release, as the end of an error message; empty if there is none."""
+    """How to install a package that contains the release, as a part of a message; empty if there is none."""
     family, _, version = pin.name.rpartition("-")
     if family == "trtllm-gen" and pin.name not in _NOT_PUBLISHED:
-        return f"; 'pip install flashinfer-cubin=={version}' installs it"
+        return f"'pip install flashinfer-cubin=={version}' installs it"
     if family == "hopper":
-        return f"; 'pip install cubin-runtime-kernels=={version}' installs it, and so does 'make install' in a clone"
+        return f"'pip install cubin-runtime-kernels=={version}' installs it, and so does 'make install' in a clone"
     return ""
+
+
+def with_hint(message: object, pin: Pin) -> str:
+    """An error's message, and in a line of its own how to install a package that contains the release."""
+    return f"{message}\n  {text}" if (text := hint(pin)) else str(message)
 
 
 def remedy(pin: Pin, what: str, specs: Sequence[SourceSpec]) -> str:
     """The command that makes ``what`` of the release available, for commands that read local sources only."""
     if any(spec.kind == "http" for spec in specs):
-        return f"'cubin-runtime fetch {what}' gets it{hint(pin)}"
+        return "; ".join(filter(None, (f"'cubin-runtime fetch {what}' gets it", hint(pin))))
     place = f"'cubin-runtime fetch {what} --source PLACE' gets it from a folder, wheel or URL that has it"
-    return f"{hint(pin).removeprefix('; ')}; {place}" if hint(pin) else place
+    return "; ".join(filter(None, (hint(pin), place)))
