@@ -17,6 +17,7 @@ import typer
 from .._version import __version__
 from . import common_options as common
 from . import output
+from .help_page import Verb
 
 __all__ = ["app", "main"]
 
@@ -76,6 +77,8 @@ def _root(
 
 for _family in VERB_FAMILIES:
     import_module(f"{__name__}.{_family}").register(app)
+for _command in app.registered_commands:
+    _command.cls = Verb
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

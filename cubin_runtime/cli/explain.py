@@ -25,6 +25,16 @@ if TYPE_CHECKING:
 RELEASE = "trtllm-gen-0.6.13"
 NATIVE_SM = 90
 TRTLLM_GEN_SMS = (100, 103)
+# The groups of options on the help page.
+_OPERATOR, _GPU, _SIZES, _DTYPES, _ATTENTION, _LAUNCH, _MANY = (
+    "Operator and kernels",
+    "GPU",
+    "Sizes",
+    "Dtypes",
+    "Attention",
+    "Launch",
+    "Many cases (trtllm-gen)",
+)
 BACKENDS = ("auto", "hopper", "trtllm-gen")
 POLICIES = ("best", "reference")
 FAMILIES = {"decode": "decode", "prefill": "context"}  # --family -> --op
@@ -41,69 +51,99 @@ def register(app: typer.Typer) -> None:
     app.command("explain")(explain)
 
 
-def _option(flag: str, text: str) -> Any:
-    return typer.Option(flag, help=text)
+def _option(flag: str, text: str, group: str, name: str | None = None) -> Any:
+    return typer.Option(flag, help=text, rich_help_panel=group, metavar=name)
 
 
-def _optional(flag: str, text: str) -> Any:
-    return typer.Option(flag, help=text, show_default=False)
+def _optional(flag: str, text: str, group: str, name: str | None = None) -> Any:
+    return typer.Option(flag, help=text, rich_help_panel=group, metavar=name, show_default=False)
 
 
 def explain(
     context: typer.Context,
     case: Annotated[
-        str | None, typer.Argument(metavar="[CASE.json]", help="A case or record as JSON, '-' for the standard input.")
+        str | None, typer.Argument(metavar="CASE.json", help="A case or record as JSON, '-' for the standard input.")
     ] = None,
-    backend: Annotated[str, _option("--backend", "hopper (native kernels), trtllm-gen, or auto: by --sm.")] = "auto",
+    backend: Annotated[
+        str, _option("--backend", "hopper (native kernels), trtllm-gen, or auto: by --sm.", _OPERATOR, "NAME")
+    ] = "auto",
     operation: Annotated[
-        str, _option("--op", "decode, context, ragged; hopper: append, merge, draft_mask, sparse_mla")
+        str,
+        _option("--op", "decode, context, ragged; hopper: append, merge, draft_mask, sparse_mla", _OPERATOR, "NAME"),
     ] = "decode",
     family: Annotated[
         str | None,
-        _optional("--family", "decode or prefill, in place of --op; of prefill whole prompts without --q-len."),
+        _optional(
+            "--family",
+            "decode or prefill, in place of --op; of prefill whole prompts without --q-len.",
+            _OPERATOR,
+            "NAME",
+        ),
     ] = None,
-    sm: Annotated[int | None, _optional("--sm", "GPU model: 80 to 121; default 90, of trtllm-gen 100.")] = None,
-    multiprocessors: Annotated[int | None, _optional("--sms", "Multiprocessors of the GPU; default by --sm.")] = None,
-    gpu: Annotated[str | None, _optional("--gpu", "hopper: the GPU's name, which selects measured costs.")] = None,
-    batch: Annotated[int, _option("--batch", "Sequences.")] = 1,
-    q_len: Annotated[int, _option("--q-len", "Upper bound on the query lengths.")] = 1,
-    kv_len: Annotated[int, _option("--kv-len", "Upper bound on the KV lengths.")] = 1024,
-    heads_q: Annotated[int, _option("--heads-q", "Query heads.")] = 32,
-    heads_kv: Annotated[int | None, _optional("--heads-kv", "KV heads; default 8, of hopper's MLA 1.")] = None,
-    head_dim: Annotated[int, _option("--head-dim", "Head dimension of Q and K; 576 or 320: MLA.")] = 128,
-    head_dim_v: Annotated[int | None, _optional("--head-dim-v", "Head dimension of V, if another.")] = None,
+    sm: Annotated[
+        int | None, _optional("--sm", "GPU model: 80 to 121; default 90, of trtllm-gen 100.", _GPU, "SM")
+    ] = None,
+    multiprocessors: Annotated[
+        int | None, _optional("--sms", "Multiprocessors of the GPU; default by --sm.", _GPU, "N")
+    ] = None,
+    gpu: Annotated[
+        str | None, _optional("--gpu", "hopper: the GPU's name, which selects measured costs.", _GPU, "NAME")
+    ] = None,
+    batch: Annotated[int, _option("--batch", "Sequences.", _SIZES, "N")] = 1,
+    q_len: Annotated[int, _option("--q-len", "Upper bound on the query lengths.", _SIZES, "N")] = 1,
+    kv_len: Annotated[int, _option("--kv-len", "Upper bound on the KV lengths.", _SIZES, "N")] = 1024,
+    heads_q: Annotated[int, _option("--heads-q", "Query heads.", _SIZES, "N")] = 32,
+    heads_kv: Annotated[
+        int | None, _optional("--heads-kv", "KV heads; default 8, of hopper's MLA 1.", _SIZES, "N")
+    ] = None,
+    head_dim: Annotated[int, _option("--head-dim", "Head dimension of Q and K; 576 or 320: MLA.", _SIZES, "N")] = 128,
+    head_dim_v: Annotated[
+        int | None, _optional("--head-dim-v", "Head dimension of V, if another.", _SIZES, "N")
+    ] = None,
     dtype_q: Annotated[
-        str | None, _optional("--dtype-q", "bf16 (default), fp16, e4m3, int8; hopper: by the KV type.")
+        str | None, _optional("--dtype-q", "bf16 (default), fp16, e4m3, int8; hopper: by the KV type.", _DTYPES, "TYPE")
     ] = None,
-    dtype_kv: Annotated[str, _option("--dtype-kv", "Likewise, or e2m1.")] = "bf16",
-    dtype_out: Annotated[str | None, _optional("--dtype-out", "Likewise, or e2m1.")] = None,
-    page: Annotated[int, _option("--page", "Tokens per KV page.")] = 32,
-    window: Annotated[int, _option("--window", "Visible tokens; 0 for all.")] = 0,
+    dtype_kv: Annotated[str, _option("--dtype-kv", "Likewise, or e2m1.", _DTYPES, "TYPE")] = "bf16",
+    dtype_out: Annotated[str | None, _optional("--dtype-out", "Likewise, or e2m1.", _DTYPES, "TYPE")] = None,
+    page: Annotated[int, _option("--page", "Tokens per KV page.", _SIZES, "N")] = 32,
+    window: Annotated[int, _option("--window", "Visible tokens; 0 for all.", _ATTENTION, "N")] = 0,
     batch_invariant: Annotated[
-        bool, _option("--batch-invariant", "Output that does not depend on other requests.")
+        bool, _option("--batch-invariant", "Output that does not depend on other requests.", _ATTENTION)
     ] = False,
     tokens: Annotated[
-        int | None, _optional("--tokens", "Query tokens of all requests, if their lengths differ.")
+        int | None, _optional("--tokens", "Query tokens of all requests, if their lengths differ.", _SIZES, "N")
     ] = None,
-    soft_cap: Annotated[bool, _option("--soft-cap", "hopper: a logit soft cap (context).")] = False,
-    top_k: Annotated[int, _option("--top-k", "KV tokens of sparse MLA; 0 is dense.")] = 0,
-    top_k_lens: Annotated[bool, _option("--top-k-lens", "Numbers of sparse tokens differ between queries.")] = False,
-    shared_index: Annotated[bool, typer.Option(help="One page table for K and V.")] = True,
-    causal: Annotated[bool, typer.Option(help="Causal mask (context and ragged).")] = True,
-    lse: Annotated[bool, _option("--lse", "trtllm-gen: with the LSE.")] = False,
-    pdl: Annotated[bool, _option("--pdl", "With programmatic dependent launch.")] = False,
-    skip_softmax: Annotated[float, _option("--skip-softmax", "Threshold scale factor; 0 is off.")] = 0.0,
-    workspace: Annotated[int, _option("--workspace", "Bytes of the workspace.")] = 128 << 20,
-    occupancy: Annotated[str, _option("--occupancy", "Clusters held at once: floor, gpc18, const:N.")] = "floor",
-    policy: Annotated[str, _option("--policy", "best or reference.")] = "best",
-    cases: Annotated[Path | None, _optional("--cases", "Decide every case of a .jsonl[.gz] file.")] = None,
-    out: Annotated[Path | None, _optional("--out", "Output file of --cases.")] = None,
-    both: Annotated[bool, _option("--both", "With --cases: our policy too, under 'best'.")] = False,
+    soft_cap: Annotated[bool, _option("--soft-cap", "hopper: a logit soft cap (context).", _ATTENTION)] = False,
+    top_k: Annotated[int, _option("--top-k", "KV tokens of sparse MLA; 0 is dense.", _ATTENTION, "N")] = 0,
+    top_k_lens: Annotated[
+        bool, _option("--top-k-lens", "Numbers of sparse tokens differ between queries.", _ATTENTION)
+    ] = False,
+    shared_index: Annotated[bool, typer.Option(rich_help_panel=_ATTENTION, help="One page table for K and V.")] = True,
+    causal: Annotated[bool, typer.Option(rich_help_panel=_ATTENTION, help="Causal mask (context and ragged).")] = True,
+    lse: Annotated[bool, _option("--lse", "trtllm-gen: with the LSE.", _ATTENTION)] = False,
+    pdl: Annotated[bool, _option("--pdl", "With programmatic dependent launch.", _LAUNCH)] = False,
+    skip_softmax: Annotated[
+        float, _option("--skip-softmax", "Threshold scale factor; 0 is off.", _ATTENTION, "X")
+    ] = 0.0,
+    workspace: Annotated[int, _option("--workspace", "Bytes of the workspace.", _LAUNCH, "BYTES")] = 128 << 20,
+    occupancy: Annotated[
+        str, _option("--occupancy", "Clusters held at once: floor, gpc18, const:N.", _LAUNCH, "NAME")
+    ] = "floor",
+    policy: Annotated[str, _option("--policy", "best or reference.", _LAUNCH, "NAME")] = "best",
+    cases: Annotated[
+        Path | None, _optional("--cases", "Decide every case of a .jsonl[.gz] file.", _MANY, "FILE")
+    ] = None,
+    out: Annotated[Path | None, _optional("--out", "Output file of --cases.", _MANY, "FILE")] = None,
+    both: Annotated[bool, _option("--both", "With --cases: our policy too, under 'best'.", _MANY)] = False,
     release: Annotated[
-        str | None, _optional("--release", f"Pinned release; default this version's, of trtllm-gen {RELEASE}.")
+        str | None,
+        _optional("--release", f"Pinned release; default this version's, of trtllm-gen {RELEASE}.", _OPERATOR, "PIN"),
     ] = None,
     candidates: Annotated[
-        bool, _option("--candidates", "Also details and the candidates; trtllm-gen: descriptors and parameters, too.")
+        bool,
+        typer.Option(
+            "--candidates", help="Also details and the candidates; trtllm-gen: descriptors and parameters, too."
+        ),
     ] = False,
     store: options.StoreOption = None,
     source: options.SourceOption = None,

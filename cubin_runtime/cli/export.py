@@ -36,7 +36,9 @@ def register(app: typer.Typer) -> None:
 
 def export(
     targets: Targets,
-    out: Annotated[Path, typer.Option("--out", help="The .zip to write; of --layout flashinfer, the folder.")],
+    out: Annotated[
+        Path, typer.Option("--out", metavar="PLACE", help="The .zip to write; of --layout flashinfer, the folder.")
+    ],
     layout: Annotated[Layout, typer.Option("--layout", help="A zip, or a folder for FlashInfer.")] = Layout.ZIP,
     compress: Annotated[
         bool, typer.Option("--compress", help="Compress the archive. Its bytes then depend on the version of zlib.")
@@ -88,7 +90,7 @@ def export(
 
 def mirror(
     targets: Targets,
-    out: Annotated[Path, typer.Option("--out", help="The folder that a web server will serve.")],
+    out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="The folder that a web server will serve.")],
     sm: options.SmOption = None,
     family: options.FamilyOption = None,
     dtype: options.DtypeOption = None,

@@ -32,7 +32,9 @@ def fetch(
     head_dim: options.HeadDimOption = None,
     match: options.MatchOption = None,
     cpu: options.CpuOption = None,
-    jobs: Annotated[int, typer.Option("--jobs", min=1, max=256, help="Number of files to fetch at a time.")] = 8,
+    jobs: Annotated[
+        int, typer.Option("--jobs", metavar="N", min=1, max=256, help="Number of files to fetch at a time.")
+    ] = 8,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be fetched, and stop.")] = False,
     store: options.StoreOption = None,
     source: options.SourceOption = None,

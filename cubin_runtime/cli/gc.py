@@ -26,7 +26,7 @@ def gc(
     releases: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[PIN-or-PATH...]",
+            metavar="PIN-or-PATH",
             help="Pinned releases to remove from the store.",
             autocompletion=completion.targets,
         ),
@@ -41,7 +41,10 @@ def gc(
     older_than: Annotated[
         float,
         typer.Option(
-            "--older-than", min=0.0, help="With --temps and --unreferenced: only files older than this many hours."
+            "--older-than",
+            metavar="HOURS",
+            min=0.0,
+            help="With --temps and --unreferenced: only files older than this many hours.",
         ),
     ] = 1.0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be removed, and stop.")] = False,

@@ -25,7 +25,7 @@ def list_(
     name: Annotated[
         str | None,
         typer.Argument(
-            metavar="[PIN-or-PATH]", help="A pinned release; without it, all pins.", autocompletion=completion.targets
+            metavar="PIN-or-PATH", help="A pinned release; without it, all pins.", autocompletion=completion.targets
         ),
     ] = None,
     sm: options.SmOption = None,

@@ -40,23 +40,31 @@ def pin(
     sha256: Annotated[
         str | None,
         typer.Option(
-            "--sha256", help="SHA-256 of its checksums.txt, from a publisher that you trust.", show_default=False
+            "--sha256",
+            metavar="HEX",
+            help="SHA-256 of its checksums.txt, from a publisher that you trust.",
+            show_default=False,
         ),
     ] = None,
     name: Annotated[
         str | None,
-        typer.Option("--name", help="Name of the pin (default: from the path).", show_default=False),
+        typer.Option("--name", metavar="NAME", help="Name of the pin (default: from the path).", show_default=False),
     ] = None,
     abi: Annotated[
         str | None,
-        typer.Option("--abi", help="Parameter layout of its kernels. Without it, no kernel is launched."),
+        typer.Option(
+            "--abi", metavar="NAME", help="Parameter layout of its kernels. Without it, no kernel is launched."
+        ),
     ] = None,
     licence: Annotated[
-        str | None, typer.Option("--licence", help="Licence of its files (default: unknown).", show_default=False)
+        str | None,
+        typer.Option("--licence", metavar="NAME", help="Licence of its files (default: unknown).", show_default=False),
     ] = None,
     max_file_bytes: Annotated[
         int | None,
-        typer.Option("--max-file-bytes", min=1, help="Upper bound on the size of one file.", show_default=False),
+        typer.Option(
+            "--max-file-bytes", metavar="BYTES", min=1, help="Upper bound on the size of one file.", show_default=False
+        ),
     ] = None,
     store: options.StoreOption = None,
     source: options.SourceOption = None,
@@ -140,11 +148,12 @@ def _manifest_of(library: Library, folder: ArtifactPath, sha256: str | None) -> 
     try:
         return library.discover(folder, sha256)
     except SourceError as error:
-        if sha256 is None:
-            raise
-        if library.config.offline:
+        if sha256 is not None and library.config.offline:
             return None, "offline"
-        raise SourceError(f"{error}; with --offline the pin is written without looking at the manifest") from None
+        how = "" if sha256 is not None else "--sha256 HEX and "
+        raise SourceError(
+            f"{error}\n  with {how}--offline the pin is written without looking at the manifest"
+        ) from None
 
 
 def unpin(

@@ -24,10 +24,12 @@ def register(app: typer.Typer) -> None:
 
 
 def replay(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Files of a CallRecorder.")],
+    files: Annotated[list[Path], typer.Argument(metavar="FILE", help="Files of a CallRecorder.")],
     device: Annotated[
         int | None,
-        typer.Option("--device", help="Run the calls again on this GPU; default the first, if there is one."),
+        typer.Option(
+            "--device", metavar="N", help="Run the calls again on this GPU; default the first, if there is one."
+        ),
     ] = None,
     reference_only: Annotated[bool, typer.Option("--reference-only", help="Run nothing again.")] = False,
     store: options.StoreOption = None,

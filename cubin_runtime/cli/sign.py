@@ -51,7 +51,9 @@ def sign(
     ],
     version: Annotated[
         int | None,
-        typer.Option("--version", help="The version to state (default: one more than the file states).", min=1),
+        typer.Option(
+            "--version", metavar="N", help="The version to state (default: one more than the file states).", min=1
+        ),
     ] = None,
     expires: Annotated[
         str | None,

@@ -11,6 +11,6 @@ from . import completion
 Targets = Annotated[
     list[str],
     typer.Argument(
-        metavar="PIN-or-PATH...", help="Pinned releases, folders in them, or files.", autocompletion=completion.targets
+        metavar="PIN-or-PATH", help="Pinned releases, folders in them, or files.", autocompletion=completion.targets
     ),
 ]

@@ -38,6 +38,7 @@ def verify(
         list[str] | None,
         typer.Option(
             "--tree",
+            metavar="PLACE",
             help="Check this published tree (directory, .zip, .whl or 'package') instead of the store.",
             show_default=False,
         ),
