@@ -92,11 +92,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     output.prepare_streams()
     try:
         with _interrupted_by_sigterm():
-            code = copy_context().run(_run, common.hoisted(given) or ["--help"])
+            code = copy_context().run(_run, common.hoisted(_asked(given)) or ["--help"])
         output.flush()
     except output.OutputError as error:
         return _report(error, "OutputError", str(error), error.exit_code, given)
     return code
+
+
+def _asked(given: list[str]) -> list[str]:
+    """The arguments, ``help VERB`` as ``VERB --help``."""
+    return [*given[1:2], "--help"] if given[:1] == ["help"] else given
 
 
 def _run(given: list[str]) -> int:

@@ -34,7 +34,13 @@ class Color(str, Enum):
 
 Verbose = Annotated[
     int,
-    typer.Option("--verbose", "-v", count=True, help="Show the log; repeat for debug messages (CUBIN_RUNTIME_LOG)."),
+    typer.Option(
+        "--verbose",
+        "-v",
+        count=True,
+        show_default=False,
+        help="Show the log; repeat for debug messages (CUBIN_RUNTIME_LOG).",
+    ),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only results and errors.")]
 ColorOption = Annotated[Color, typer.Option("--color", help="Colour the text; auto: on a terminal without NO_COLOR.")]
@@ -43,14 +49,17 @@ Timeout = Annotated[
     typer.Option(
         "--timeout",
         metavar="SECONDS",
-        help="Seconds that a server may be silent (CUBIN_RUNTIME_TIMEOUT).",
-        show_default="30",
+        help="Seconds that a server may be silent; default 30 (CUBIN_RUNTIME_TIMEOUT).",
+        show_default=False,
     ),
 ]
 Retries = Annotated[
     int | None,
     typer.Option(
-        "--retries", metavar="N", help="Retries after a transient failure (CUBIN_RUNTIME_RETRIES).", show_default="3"
+        "--retries",
+        metavar="N",
+        help="Retries after a transient failure; default 3 (CUBIN_RUNTIME_RETRIES).",
+        show_default=False,
     ),
 ]
 Proxy = Annotated[

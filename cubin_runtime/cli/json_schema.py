@@ -25,8 +25,16 @@ def register(app: typer.Typer) -> None:
     app.command("schema")(schema)
 
 
+def verbs(incomplete: str) -> list[str]:
+    """The verbs that have a schema, for completion."""
+    return [verb for verb in PAYLOADS if verb.startswith(incomplete)]
+
+
 def schema(
-    verb: Annotated[str, typer.Argument(metavar="VERB", help="The verb whose output is described.")],
+    verb: Annotated[
+        str,
+        typer.Argument(metavar="VERB", help="The verb whose output is described.", autocompletion=verbs),
+    ],
 ) -> None:
     """Print the JSON Schema of what a verb prints with --json."""
     import json

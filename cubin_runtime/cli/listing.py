@@ -33,7 +33,7 @@ def list_(
     dtype: options.DtypeOption = None,
     head_dim: options.HeadDimOption = None,
     match: options.MatchOption = None,
-    count: Annotated[bool, typer.Option("--count", help="Print only the number of kernels.")] = False,
+    count: Annotated[bool, typer.Option("--count", help="Print only how many files are listed.")] = False,
     store: options.StoreOption = None,
     source: options.SourceOption = None,
     pins: options.PinsOption = None,

@@ -215,8 +215,11 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
 
 
 def facts(rows: Iterable[tuple[str, object]]) -> None:
-    """Print ``name  value`` lines, aligned, values escaped; on a terminal long values are wrapped between words."""
-    listed = list(rows)
+    """Print ``name  value`` lines, aligned, values escaped; on a terminal long values are wrapped between words.
+
+    Names may be those of JSON fields: their underscores are shown as spaces.
+    """
+    listed = [(name.replace("_", " "), value) for name, value in rows]
     width = max((len(name) for name, _ in listed), default=0)
     room = shutil.get_terminal_size().columns - width - 2 if sys.stdout.isatty() else 0
     for name, value in listed:

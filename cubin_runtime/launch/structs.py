@@ -124,7 +124,7 @@ class StructLayout:
         """Place ``fields`` in order. ``tensor_map_alignment``: 128 where CUtensorMap is CUDA 13's, 64 before.
 
         Raises:
-            UsageError: a name is no C identifier or occurs twice, a type is unknown, or there is no field.
+            UsageError: a name is no C identifier or occurs twice, a type is unknown, or there is no ``Field``.
         """
         if tensor_map_alignment not in (64, 128):
             raise UsageError(f"tensor_map_alignment={tensor_map_alignment}: expected 64 or 128")
@@ -133,6 +133,8 @@ class StructLayout:
         placed: dict[str, PlacedField] = {}
         offset, widest = 0, 1
         for item in fields:
+            if not isinstance(item, Field):
+                raise UsageError(f"struct {name!r}: fields: got {type(item).__name__}, expected Field(name, type)")
             if not _IDENTIFIER.match(item.name) or item.name in placed:
                 raise UsageError(f"{name}.{item.name}: expected a C identifier that occurs once")
             kind = element_type(item.type)

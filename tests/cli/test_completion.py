@@ -8,7 +8,7 @@ import sys
 import pytest
 from releases import Release
 
-from cubin_runtime.cli import completion
+from cubin_runtime.cli import completion, json_schema
 
 
 def test_names_of_releases(release: Release) -> None:
@@ -55,3 +55,7 @@ def test_a_shell_is_offered_them(release: Release, monkeypatch: pytest.MonkeyPat
     code = "import sys; from cubin_runtime.cli import app; app(prog_name='cubin-runtime')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout.split() == ["made-1.0"]
+
+
+def test_verbs_whose_output_has_a_schema() -> None:
+    assert json_schema.verbs("ver") == ["verify"]

@@ -30,3 +30,8 @@ def test_options_are_listed_by_group_and_general_ones_last(capsys: pytest.Captur
 def test_what_may_be_left_out_is_in_brackets(capsys: pytest.CaptureFixture[str]) -> None:
     assert "gc [OPTIONS] [PIN-or-PATH...]\n" in page("gc", capsys)
     assert "fetch [OPTIONS] PIN-or-PATH...\n" in page("fetch", capsys)
+
+
+def test_help_is_a_verb_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["help", "gc"]) == 0
+    assert capsys.readouterr().out == page("gc", capsys)

@@ -112,7 +112,7 @@ def test_what_cannot_be_signed_is_told(
 
 def test_a_public_key_does_not_sign(checked: Release, key: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert sign(checked, key.with_suffix(".pub")) == 3
-    assert "cannot be read as a private key without a password" in capsys.readouterr().err
+    assert "is no private key, or needs a password" in capsys.readouterr().err
 
 
 def test_what_is_no_pin_file_is_not_signed(key: Path, environment: Path) -> None:

@@ -207,3 +207,8 @@ def test_a_meaning_cannot_swallow_the_next_member() -> None:
 def test_an_unknown_field_is_named() -> None:
     with pytest.raises(UsageError, match="no field 'nope'"):
         declare("int32").field("nope")
+
+
+def test_a_member_is_a_field() -> None:
+    with pytest.raises(UsageError, match=r"struct 'S': fields: got tuple, expected Field\(name, type\)"):
+        StructLayout.declare("S", [("f0", "int32")])  # type: ignore[list-item]

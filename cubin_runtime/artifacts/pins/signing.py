@@ -128,9 +128,9 @@ def _private_key(file: Path) -> Ed25519PrivateKey:
     data = read_small_file(file, MAX_KEY_FILE_BYTES, "private key")
     try:
         key = serialization.load_pem_private_key(data, None)
-    except Exception as error:  # the library raises its own and OpenSSL's, all of one meaning here
+    except Exception:  # the library raises its own and OpenSSL's, all of one meaning here
         raise SignatureError(
-            f"{file}: cannot be read as a private key without a password: {type(error).__name__}"
+            f"{file}: is no private key, or needs a password: expected a PEM file that 'cubin-runtime keygen' makes"
         ) from None
     if not isinstance(key, Ed25519PrivateKey):
         raise SignatureError(f"{file}: expected an Ed25519 private key, got a {type(key).__name__}")
