@@ -111,18 +111,18 @@ def _run(given: list[str]) -> int:
     try:
         code = _code(app(args=given, prog_name="cubin-runtime", standalone_mode=False))
         # the parser's library turns an interrupt into this code and says nothing
-        return _report(None, "Interrupted", "interrupted", 130, given) if code == 130 else code
+        return _report_interrupt(given) if code == 130 else code
     except CubinRuntimeError as error:
         return _report(error, type(error).__name__, str(error), error.exit_code, given)
     except KeyboardInterrupt:
-        return _report(None, "Interrupted", "interrupted", 130, given)
+        return _report_interrupt(given)
     except SystemExit as exit_:
         return _code(exit_.code)
     except typer.Abort:
-        return _report(None, "Interrupted", "interrupted", 130, given)
+        return _report_interrupt(given)
     except Exception as error:
         if _was_interrupted(error):
-            return _report(None, "Interrupted", "interrupted", 130, given)
+            return _report_interrupt(given)
         if hasattr(error, "format_message"):  # the parser's own errors, whichever library typer builds on
             return _report(error, "UsageError", _parser_message(error), 2, given)
         if isinstance(error, OSError) and error.filename is None and error.errno in _WRITE_FAILED:
@@ -130,6 +130,11 @@ def _run(given: list[str]) -> int:
             raise output.OutputError(f"the standard output cannot be written: {error.strerror}") from None
         output.traceback_lines()
         return _report(error, type(error).__name__, f"{error} (this is a bug; please report it)", 1, given)
+
+
+def _report_interrupt(given: Sequence[str]) -> int:
+    again = "; what came is in the store: run it again to continue" if "fetch" in given else ""
+    return _report(None, "Interrupted", f"interrupted{again}", 130, given)
 
 
 def _was_interrupted(error: BaseException | None) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from collections import deque
@@ -80,7 +81,8 @@ def fetch_bar(name: str, files: int) -> Iterator[FetchBar]:
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-    # eighty columns hold it all
+    # eighty columns hold it all, narrow terminals the count
+    has_room = shutil.get_terminal_size().columns >= 70
     columns = (TextColumn("{task.description}", markup=False), BarColumn(8), MofNCompleteColumn())
     rate = TextColumn("{task.fields[rate]}", markup=False)
     with Progress(*columns, rate, console=output.console(sys.stderr), transient=True) as bar:
@@ -90,6 +92,6 @@ def fetch_bar(name: str, files: int) -> Iterator[FetchBar]:
             def _show(self, now: float) -> None:
                 if now - self._said >= 0.1:
                     self._said = now
-                    bar.update(task, completed=self._done, rate=self.text(now))
+                    bar.update(task, completed=self._done, rate=self.text(now) if has_room else "")
 
         yield Drawn(name, files)

@@ -242,8 +242,9 @@ def _on_terminal(text: str, stream: TextIO, *, indent: int) -> list[str]:
     room = shutil.get_terminal_size().columns if stream.isatty() else 0
     if room < 20 or len(text) <= room:
         return [text]
-    wrap = textwrap.TextWrapper(room, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
-    return wrap.wrap(text)
+    margin = " " * (len(text) - len(text.lstrip()))
+    wrap = textwrap.TextWrapper(room, margin, margin + " " * indent, break_long_words=False, break_on_hyphens=False)
+    return wrap.wrap(text.lstrip())
 
 
 def some(word: str, items: Sequence[str], most: int = 20) -> None:

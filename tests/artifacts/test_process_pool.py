@@ -38,6 +38,8 @@ from cubin_runtime.errors import CorruptError, StoreError
 
 FILES = {f"k{n:03}.bin": random.Random(n).randbytes(3000 + 10 * n) for n in range(60)}
 
+AGAIN = "interrupted; what came is in the store: run it again to continue"
+
 
 @pytest.fixture
 def many(tmp_path: Path) -> Release:
@@ -265,7 +267,7 @@ def test_an_interrupt_says_so_ends_with_130_and_the_next_run_continues(
     wait_until(lambda: sum(server.counts.values()) > 8)
     os.killpg(run.pid, signal.SIGINT)
     _, errors = run.communicate(timeout=90)  # less than the server hangs
-    assert (run.returncode, errors) == (130, "error: interrupted\n")
+    assert (run.returncode, errors) == (130, f"error: {AGAIN}\n")
     assert (temporaries(store), wrong_objects(store)) == ([], [])
     there = len(visible_files(store))
     server.fault(".bin", ok)

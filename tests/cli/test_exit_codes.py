@@ -104,7 +104,7 @@ def test_9_is_what_device_or_abi_refuse(release: Release, monkeypatch: pytest.Mo
 def test_130_is_an_interrupt(release: Release, monkeypatch: pytest.MonkeyPatch, sentence) -> None:
     raise_in_fetch(monkeypatch, KeyboardInterrupt())
     assert fetch(release) == 130
-    assert sentence() == "error: interrupted"
+    assert sentence() == "error: interrupted; what came is in the store: run it again to continue"
 
 
 RUN = "import sys; from cubin_runtime.cli import main; sys.exit(main(sys.argv[1:]))"

@@ -32,6 +32,8 @@ from cubin_runtime.errors import (
     UsageError,
 )
 
+AGAIN = "interrupted; what came is in the store: run it again to continue"
+
 
 @pytest.fixture
 def verb_that_raises(monkeypatch: pytest.MonkeyPatch):
@@ -379,7 +381,7 @@ def test_sigterm_interrupts(release: Release) -> None:
         wait_until(lambda: server.count(".cubin") > 0)
         child.terminate()
         _, errors = child.communicate(timeout=90)
-    assert (child.returncode, errors) == (130, "error: interrupted\n")
+    assert (child.returncode, errors) == (130, f"error: {AGAIN}\n")
 
 
 def test_sigterm_is_the_callers_again_afterwards() -> None:

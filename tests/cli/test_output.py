@@ -66,6 +66,11 @@ def test_an_error_on_a_terminal_is_wrapped_between_words(color: str) -> None:
     assert ("\x1b[31merror:\x1b[0m" in shown) == (color == "always")
 
 
+def test_a_line_below_an_error_keeps_its_margin_when_it_is_wrapped() -> None:
+    shown = on_narrow_terminal(lambda: output.error_line("no source\n  https://host/folder: Name or service not known"))
+    assert shown.endswith("no source\n    https://host/folder: Name or service\n      not known\n")
+
+
 def test_a_paragraph_on_a_terminal_is_wrapped_and_a_word_stays_whole() -> None:
     shown = on_narrow_terminal(lambda: output.paragraph(f"fetch: no, from https://{'h' * 50}; next: nothing"))
     assert shown == f"fetch: no, from\n    https://{'h' * 50};\n    next: nothing\n"

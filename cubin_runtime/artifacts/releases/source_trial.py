@@ -81,5 +81,5 @@ def _try(sources: SourceList, pin: Pin, spec: SourceSpec) -> SourceTrial:
         sources.read((spec,), manifest_wanted(pin))
     except CubinRuntimeError as error:
         _, _, reason = str(error).partition(":\n  ")
-        problem = reason.removeprefix(f"{spec.label}: ") or str(error)
+        problem = reason.removeprefix(spec.label).lstrip(": ") or str(error)
     return SourceTrial(spec.label, pin.name, problem is None, time.monotonic() - began, problem)
