@@ -79,8 +79,8 @@ def sign(
     if json:
         output.emit_json("sign", facts)
     else:
-        output.facts((name, value) for name, value in facts.items() if value is not None and name != "keys")
-        output.facts([("keys", ", ".join(done.keys))])
+        shown = {**facts, "keys": ", ".join(done.keys)}
+        output.facts((name, value) for name, value in shown.items() if value is not None)
 
 
 def _time(text: str) -> datetime:
