@@ -80,6 +80,12 @@ def test_dtype_of_native_kernels_comes_from_their_traits() -> None:
     assert not KernelFilter(dtypes=("fp16",)).keeps(OWN)
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "e4m3"])
+def test_a_trait_may_list_several_dtypes(dtype: str) -> None:
+    mixed = replace(OWN, traits=MappingProxyType({"dtype": "e4m3", "q_dtypes": "bf16,fp16"}))
+    assert KernelFilter(dtypes=(dtype,)).keeps(mixed)
+
+
 @pytest.mark.parametrize(("size", "kept"), [(192, True), (128, True), (64, False)])
 def test_head_dim_looks_at_both_sizes_and_not_at_a_blocks_share(size: int, kept: bool) -> None:
     assert KernelFilter(head_dims=(size,)).keeps(META) is kept

@@ -132,10 +132,11 @@ def families_of(row: KernelRow) -> frozenset[str]:
 
 
 def dtypes_of(row: KernelRow) -> frozenset[str]:
-    """The element types of Q, K, V and output; for native kernels, all traits whose name holds ``dtype``."""
+    """The element types of Q, K, V and output; for native kernels, all that traits list whose name holds ``dtype``."""
     if isinstance(row, KernelMeta):
         return frozenset({row.dtype_q, row.dtype_k, row.dtype_v, row.dtype_o})
-    return frozenset(dtype_name(str(v)) for key, v in row.traits.items() if "dtype" in key)
+    listed = ",".join(str(v) for key, v in row.traits.items() if "dtype" in key)
+    return frozenset(map(dtype_name, filter(None, listed.split(","))))
 
 
 def head_dims_of(row: KernelRow) -> frozenset[int]:
