@@ -27,8 +27,9 @@ def steps(report: Report) -> str:
             f"### {world} GPUs, with the exchange",
             f"{world} x {environment['gpu']['name']}, torch {environment['packages']['torch']}, NCCL without NVLink "
             f"multicast; {environment['date'][:10]}. bf16, pages of 64 tokens; times are of CUDA graph replays whose "
-            "rounds read different pages, on the slowest rank. A step is decode, exchange and merge in one graph; in "
-            "brackets: one GPU with all keys by that time, above 1 where dividing the keys wins. An all-to-all of "
+            "rounds read different pages, on the slowest rank. A step is decode, exchange and merge in one graph; its "
+            "parts are timed in graphs of their own, and their sum is not the step. In brackets: one GPU with all keys "
+            "by that time, above 1 where dividing the keys wins. An all-to-all of "
             f"{link['sent_bytes'] / 1e6:.0f} MB sends {link['gb_per_s']:.0f} GB/s in one direction while as much "
             "arrives; *by the link* is the time that the bytes of the exchange take at that rate. Data: "
             "[`context_parallel.json`](../benchmarks/results/context_parallel.json).",

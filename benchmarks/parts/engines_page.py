@@ -92,17 +92,21 @@ def _name(label: str) -> str:
 
 
 def _tokens(engine: str, rows: Sequence[Row]) -> str:
-    labels = list(dict.fromkeys(label for row in rows for label in row["made"]))
+    names = list(dict.fromkeys(_name(label) for row in rows for label in row["made"]))
     lines = []
     for row in rows:
-        judged = row["judge"]
-        if isinstance(judged, str) or OURS[engine] not in judged:
+        if isinstance(row["judge"], str) or OURS[engine] not in row["judge"]:
             continue
-        errors = [f"{judged[label]['mean_error']:.4f}" if label in judged else "-" for label in labels]
-        where = f", {row['gpu']}" if "gpu" in row else ""
-        where += f", model runner {row['runner']}" if "runner" in row else ""
-        lines.append((f"{MODELS[row['model']]}{where}", f"{judged[OURS[engine]]['tokens']:,}", *errors))
-    return _table(("model", "tokens", *map(_name, labels)), lines)
+        judged = {_name(label): each for label, each in row["judge"].items() if isinstance(each, dict)}
+        errors = [f"{judged[name]['mean_error']:.4f}" if name in judged else "-" for name in names]
+        lines.append((_model(row), f"{judged[_name(OURS[engine])]['tokens']:,}", *errors))
+    return _table(("model", "tokens", *names), lines)
+
+
+def _model(row: Row) -> str:
+    """A row's model, and where it ran if that differs between rows."""
+    runner = f"model runner {row['runner']}" if "runner" in row else None
+    return ", ".join(filter(None, (MODELS[row["model"]], row.get("gpu"), runner)))
 
 
 def _jobs(engine: str, rows: Sequence[Row]) -> str:
@@ -139,18 +143,15 @@ def _dealt(engine: str, rows: Sequence[Row]) -> str:
     jobs, judged = ([row for row in rows if key in row] for key in ("job", "judge"))
     wrong = {(*_served(row), label) for row in judged for label in _wrong(engine, row)}
     rounds = [
-        {label: made for label, made in row["rounds"].items() if (*_served(row), label) not in wrong} for row in jobs
+        {_name(label): made for label, made in row["rounds"].items() if (*_served(row), label) not in wrong}
+        for row in jobs
     ]
-    labels = list(dict.fromkeys(label for made in rounds for label in made))
+    names = list(dict.fromkeys(name for made in rounds for name in made))
     lines = [
-        (
-            MODELS[row["model"]],
-            row["job"],
-            *(_step(made[label], row["job"]) if label in made else "-" for label in labels),
-        )
+        (_model(row), row["job"], *(_step(made[name], row["job"]) if name in made else "-" for name in names))
         for row, made in zip(jobs, rounds, strict=True)
     ]
-    heads = ("model", "requests x cached prompt + new tokens", *(f"{_name(label)}, ms" for label in labels))
+    heads = ("model", "requests x cached prompt + new tokens", *(f"{name}, ms" for name in names))
     return "\n\n".join((_tokens(engine, judged), STEPS, _table(heads, lines)) if lines else (_tokens(engine, judged),))
 
 

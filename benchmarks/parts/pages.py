@@ -119,7 +119,8 @@ def _transformers(results: Path) -> str:
 
 def _divided(results: Path) -> str:
     measured = report_of(results / "context_parallel.json")
-    alone = _earlier(client_pages.context_parallel, "context_parallel_alone")(results)
+    title, _, rest = client_pages.context_parallel(report_of(results / "context_parallel_alone.json")).partition("\n\n")
+    alone = "\n\n".join((title, EARLIER, rest))
     text = divided_page.steps(measured)
     return "\n\n".join((_aged(text, measured["rows"], results), alone)) if text else alone
 

@@ -66,7 +66,7 @@ def test_a_step_over_keys_on_two_ranks(tmp_path: Path) -> None:
     assert "| model | tokens | ours | FlashAttention-3 | ours undivided | ours without graphs |" in text
     assert "| 32 heads on one KV head, 4 layers, model runner V2 | 9 | 0.0200 |" in text
     step = "| 23.44 (15.62 to 46.88) | 39.06 (31.25 to 62.50) | 54.69 (46.88 to 78.12) |"
-    assert f"| 32 heads on one KV head, 4 layers | 1 x 30,000 + 65 {step}" in text
+    assert f"| 32 heads on one KV head, 4 layers, model runner V2 | 1 x 30,000 + 65 {step}" in text
 
 
 def test_a_backend_whose_tokens_are_wrong_has_no_time(tmp_path: Path) -> None:
@@ -81,6 +81,22 @@ def test_a_backend_whose_tokens_are_wrong_has_no_time(tmp_path: Path) -> None:
     assert "| 0.0200 | 4.9000 |" in text
     assert "| 1 x 9 + 65 | 10.00 (10.00 to 10.00) | - |" in text
     assert "| 1 x 30,000 + 65 | 10.00 (10.00 to 10.00) | 10.00 (10.00 to 10.00) |" in text
+
+
+def test_backends_of_one_name_share_a_column(tmp_path: Path) -> None:
+    rows = []
+    for model, peer in (("one-kv-head", "FLASH_ATTN"), ("deepseek", "FLASH_ATTN_MLA")):
+        labels = ("CUSTOM", peer)
+        judged = {label: {"mean_error": 0.02, "tokens": 9} for label in labels}
+        rounds = {label: [{"cached": 1.0, "first": 0.36}] for label in labels}
+        rows.append({"model": model, "made": dict.fromkeys(labels), "judge": judged})
+        rows.append({"model": model, "job": "1 x 9 + 65", "rounds": rounds})
+    write(tmp_path, "dealt", *rows)
+    text = ranks(tmp_path)
+    assert "| model | tokens | ours | FlashAttention-3 |\n" in text
+    assert text.endswith(
+        "| DeepSeek V3 with 16 heads, 4 layers | 1 x 9 + 65 | 10.00 (10.00 to 10.00) | 10.00 (10.00 to 10.00) |"
+    )
 
 
 def test_nothing_is_said_before_there_is_a_measurement(tmp_path: Path) -> None:
