@@ -27,7 +27,7 @@ from engine.sglang_worker import Worker
 from engine.turns import take_turns
 
 OURS, PEER = "cubin_runtime", "triton"
-MODELS = ("llama", "deepseek", "gptoss", "gemma3")
+MODELS = ("llama", "deepseek", "gemma3")
 NGRAM: dict[str, Any] = {
     "speculative_algorithm": "NGRAM",
     "speculative_num_draft_tokens": 5,
@@ -55,7 +55,7 @@ class SglangRun(Run):
         given["max_total_tokens"] = 118_000 if model.endswith("-shape") else 60_000
         if model.endswith("-shape"):
             given["load_format"] = "dummy"
-        if model.startswith(("gptoss", "gemma")):
+        if model.startswith("gemma"):
             given["disable_hybrid_swa_memory"] = True
         return {**given, **more}
 

@@ -32,6 +32,11 @@ TAKEN = {
 }
 PICTURE = "![Bandwidth of keys and values read by paged decode, against batch and length](docs/decode_bandwidth.png)"
 EARLIER = "measured with an earlier kernel"
+# Engine -> its name, our backend there, the shape of Llama that was measured, its layers, and the other backend.
+ENGINES = {
+    "vllm": ("vLLM", "CUSTOM", "llama-shape", 32, "FlashAttention-3"),
+    "sglang": ("SGLang", "cubin_runtime", "llama-half-shape", 16, "Triton"),
+}
 PUBLISHED = ("trtllm-gen", "SM100, SM103", "bf16, fp16, e4m3, e2m1", "by the release", "published, not run here")
 _DTYPES = ("bf16", "fp16", "fp32", "e4m3")
 
@@ -147,19 +152,21 @@ def _prompt(results: Path) -> list[Sequence[str]]:
 
 
 def _engine(results: Path) -> list[Sequence[str]]:
-    """The jobs of the shape of Llama; the run that starts the engine says which cubins they launched."""
-    report = _report(results, "vllm_figures")
-    of_llama = [row for row in report["rows"] if row["model"] == "llama-shape"]
-    started = next(row for row in of_llama if "cubins" in row)
-    ratios = [ratios_of(row["rounds"], "CUSTOM") for row in of_llama if "job" in row]
-    jobs = [each["whole"] for each in ratios if "whole" in each]
-    words = (
-        f"**{min(jobs):.2f} to {max(jobs):.2f} times the speed in vLLM**",
-        f"{len(jobs)} jobs of the shape of Llama 3 8B in vLLM {report['environment']['packages']['vllm']} on an "
-        f"{report['environment']['gpu']['name']}, beside FlashAttention-3",
-        "[engines](docs/engines.md#measured)",
-    )
-    return [words] if is_fresh(started, pinned(results)) else []
+    """The jobs of the shape of Llama in both engines; the run that starts one says which cubins they launched."""
+    speeds, measured = [], []
+    for engine, (name, ours, model, layers, peer) in ENGINES.items():
+        report = _report(results, f"{engine}_figures")
+        of_llama = [row for row in report["rows"] if row["model"] == model]
+        ratios = [ratios_of(row["rounds"], ours) for row in of_llama if "job" in row]
+        jobs = [each["whole"] for each in ratios if "whole" in each]
+        if is_fresh(next(row for row in of_llama if "cubins" in row), pinned(results)):
+            environment = report["environment"]
+            speeds.append(f"{min(jobs):.2f} to {max(jobs):.2f} times the speed of {peer} in {name}")
+            measured.append(
+                f"{len(jobs)} jobs of {layers} layers of Llama 3 8B in {name} {environment['packages'][engine]} on an "
+                f"{environment['gpu']['name']}"
+            )
+    return [(f"**{', '.join(speeds)}**", "; ".join(measured), "[engines](docs/engines.md#measured)")] if speeds else []
 
 
 def _call(results: Path) -> list[Sequence[str]]:
