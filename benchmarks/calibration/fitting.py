@@ -35,11 +35,13 @@ class Work(NamedTuple):
 
     kv_bytes: int
     row_tiles: float
+    reads: int
     tiles_per_cta: int
     output_tiles_per_cta: int
     splits: int
     active_ctas: int
     in_clusters: bool
+    alone: bool
 
 
 class Sample(NamedTuple):
@@ -90,6 +92,7 @@ def _samples(
             "q_item_bytes": 2,
             "head_dim": row.head_dim,
             "rows": tiling.rows,
+            "used_rows": -(-shape.rows // tiling.row_tiles),
             "tile_tokens": tiling.tile_tokens,
             "resident": launch["resident"],
             "multiprocessors": device.multiprocessors,

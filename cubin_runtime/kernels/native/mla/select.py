@@ -22,8 +22,11 @@ PAGE_SIZES = (CONSTANTS.mla_min_page_tokens, 64, 128)
 # One CTA group in this many may idle so that the others' ranges end at boundaries of output tiles: fewer partials.
 _IDLE_SHARE = 12
 # The KV tiles of a split where an output tile has more than _MANY_SPLITS: with fewer, merging costs more than it saves.
-# FEW_ROWS: row tiles below _WIDE_ROWS.
+# FEW_ROWS: row tiles below _WIDE_ROWS, of which so many CTAs as _MOST_FEW_ROWS_SPLITS read nearly as fast as all; from
+# _LONG_TILES on, there are at least _LONG_SPLITS.
 _MANY_SPLITS = 16
+_MOST_FEW_ROWS_SPLITS = 48
+_LONG_TILES, _LONG_SPLITS = 1024, 64
 _SPLIT_TILES = 2
 _FEW_ROWS_SPLIT_TILES = 4
 # Kernels with row tiles below _WIDE_ROWS take requests of at most this many rows, by the dtype of the cache.
@@ -123,7 +126,11 @@ def select_mla_decode(kernels: Iterable[NativeKernel], shape: MlaShape, device: 
     output_tiles = shape.batch * -(-row_tiles // group_size)
     splits = invariant_splits(kv_tiles) if shape.batch_invariant else 0
     most_groups = min(device.multiprocessors // group_size, CONSTANTS.mla_max_splits)
-    groups = cta_groups(most_groups, output_tiles, kv_tiles, wide=_trait(best, "rows") >= _WIDE_ROWS)
+    wide = _trait(best, "rows") >= _WIDE_ROWS
+    if not wide:
+        least = _LONG_SPLITS if kv_tiles >= _LONG_TILES else 0
+        most_groups = min(most_groups, max(least, output_tiles * _MOST_FEW_ROWS_SPLITS))
+    groups = cta_groups(most_groups, output_tiles, kv_tiles, wide=wide)
     slack = SLACK_TILES if 2 * output_tiles >= groups else FEW_SLACK_TILES
 
     def explain() -> tuple[str, tuple[MlaCandidate, ...]]:

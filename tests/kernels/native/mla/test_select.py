@@ -44,9 +44,17 @@ def test_without_a_kernel_for_few_rows_the_others_take_them() -> None:
 
 
 def test_a_pair_never_has_more_splits_than_the_kernels_can_merge() -> None:
-    large = replace(H100, multiprocessors=300)
-    chosen = select_mla_decode(KERNELS, replace(SHAPE, heads=16, batch=1, max_seq_len=1 << 20), large)
+    large = replace(H100, multiprocessors=600)
+    chosen = select_mla_decode(KERNELS, replace(SHAPE, heads=128, batch=1, max_seq_len=1 << 20), large)
     assert chosen.ctas // chosen.cta_group_size == CONSTANTS.mla_max_splits
+
+
+@pytest.mark.parametrize(
+    ("max_seq_len", "ctas"),
+    [(1024, 16), (4096, 16), (8192, 32), (1 << 14, 48), (1 << 15, 48), (1 << 16, 64), (1 << 17, 64)],
+)
+def test_a_single_request_of_few_rows_has_few_splits_whatever_its_bound(max_seq_len: int, ctas: int) -> None:
+    assert select_mla_decode(KERNELS, replace(SHAPE, heads=16, batch=1, max_seq_len=max_seq_len), H100).ctas == ctas
 
 
 def test_the_latent_width_decides() -> None:
