@@ -18,6 +18,7 @@ WITHOUT_KERNELS = frozenset({"artifacts", "host_new_tokens"})
 _NUMBER = r"(?<![\d.,])\d(?:[\d,.]*\d)?"
 _UNITS = r"us|ms|s|[TGM]B/s|TFLOP/s|%|times|x|tests|launches|pairs"
 _FIGURE = re.compile(rf"(?:{_NUMBER} to )?{_NUMBER} ?(?:{_UNITS})(?![\w/])")
+_LOOSE = "131072"
 _GENERATED = re.compile(r"<!-- ([\w]+): begin -->.*?<!-- \1: end -->", re.DOTALL)
 Row = Mapping[str, Any]
 
@@ -101,6 +102,20 @@ def _call(name: str) -> Stated:
     )
 
 
+def _faster(rows: list[Row]) -> tuple[object, ...]:
+    ratios = [row["before"][_LOOSE] / row["after"][_LOOSE] for row in rows]
+    return min(ratios), max(ratios)
+
+
+def _after(bound: str) -> Callable[[list[Row]], tuple[object, ...]]:
+    return lambda rows: (min(row["after"][bound] for row in rows), max(row["after"][bound] for row in rows))
+
+
+def _alone(form: str, least: int, most: int) -> Callable[[Row], bool]:
+    """A single request of so many keys."""
+    return lambda row: row["name"].startswith(f"{form} 1x") and least <= int(row["name"].partition(" 1x")[2]) <= most
+
+
 # Page -> what its sentences say of measurements. Whatever has a unit in a page and is not here was chosen by somebody.
 STATED: Mapping[str, tuple[Stated, ...]] = {
     "docs/batch_invariance.md": (
@@ -122,6 +137,38 @@ STATED: Mapping[str, tuple[Stated, ...]] = {
             "invariant",
             lambda rows: (rows[0]["ratio"],),
             case("decode d128", "batch 64, q_len 8,"),
+        ),
+    ),
+    "docs/decode_kernels.md": (
+        Stated(
+            "{:.2f} to {:.2f} times as fast as before with one KV head",
+            "launch_turns_h200",
+            _faster,
+            _alone("8/1 d128 bf16", 8192, 131072),
+        ),
+        Stated(
+            "{:.2f} to {:.2f} times in MLA with 16 heads",
+            "launch_turns_h200",
+            _faster,
+            _alone("MLA 16 bf16", 8192, 131072),
+        ),
+        Stated(
+            "8 KV heads are {:.2f} to {:.2f} times as fast",
+            "launch_turns_h200",
+            _faster,
+            lambda row: row["name"].startswith("32/8 d128 e4m3 q_len 8") and _LOOSE in row["after"],
+        ),
+        Stated(
+            "keys takes {:.2f} to {:.2f} us under 131,072",
+            "launch_turns_h200",
+            _after(_LOOSE),
+            _alone("8/1 d128 bf16", 512, 4096),
+        ),
+        Stated(
+            "and {:.2f} to {:.2f} us under 16,384",
+            "launch_turns_h200",
+            _after("16384"),
+            _alone("8/1 d128 bf16", 512, 4096),
         ),
     ),
     "docs/launch_path.md": tuple(map(_call, ("context_attention", "append_kv", "ragged paged_decode"))),
