@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import DeviceError, UsageError
@@ -186,8 +186,14 @@ class OperatorPlan:
         return hook(run, lambda: self._launch(addresses, numbers, workspace, stream))  # type: ignore[no-any-return]
 
     def _launch(
-        self, addresses: tuple[int, ...], numbers: tuple[int, float, float], workspace: AnyWorkspace | None, stream: int
+        self,
+        addresses: tuple[int, ...],
+        numbers: tuple[Any, ...],
+        workspace: AnyWorkspace | None,
+        stream: int,
+        **own: Mapping[int, bytes],
     ) -> Launched:
+        """``launch`` without a hook; ``own`` may be the ``maps`` of ``PreparedLaunches.run``."""
         if workspace is None:
             scratch: AnyWorkspace = self._pool.take(stream)
             context = scratch.context
@@ -199,12 +205,12 @@ class OperatorPlan:
         place = scratch.claim(stream)
         values = (*addresses, *self._regions_at(scratch, place), *numbers)
         try:
-            prepared.run(stream, *values)
+            prepared.run(stream, *values, **own)
         except OtherContextError:  # asked for only then, since the contexts nearly always agree
             context = context_of_launch(self.driver, self.device, scratch.context, stream)
             prepared = self._prepared_in(context, stream)
             with self.driver.using(context):
-                prepared.run(stream, *values)
+                prepared.run(stream, *values, **own)
         return Launched(
             prepared=prepared,
             values=values,
@@ -221,6 +227,20 @@ class OperatorPlan:
                 legacy=scratch.legacy if isinstance(scratch, Workspace) and not stream else None,
             ),
         )
+
+    def sender(self, stream: int) -> Callable[[Sequence[int], Sequence[Any], Mapping[int, bytes]], None]:
+        """``launch`` on one stream, by addresses, numbers and descriptors, without a hook; errors as ``launch``."""
+        scratch = self._pool.take(stream)
+        prepared = self._prepared_in(scratch.context or self.driver.context_on(self.device), stream)
+
+        def send(addresses: Sequence[int], numbers: Sequence[Any], maps: Mapping[int, bytes]) -> None:
+            places = self._regions_at(scratch, scratch.claim(stream))
+            try:
+                prepared.run(stream, *addresses, *places, *numbers, maps=maps)
+            except OtherContextError:
+                self._launch(tuple(addresses), tuple(numbers), None, stream, maps=maps)
+
+        return send
 
     def bound_run(
         self,

@@ -25,6 +25,7 @@ from .struct_types import TENSOR_MAP_BYTES
 __all__ = ["DeviceFacts", "Driver", "DriverCallError", "DriverLibraryError", "Life"]
 _LIBCUDA = "libcuda.so.1"
 _ALREADY_CURRENT = nullcontext()
+_ENCODE = "cuTensorMapEncodeTiled"
 
 
 @dataclass(frozen=True, slots=True)
@@ -513,11 +514,17 @@ class Driver:
         """How many clusters of the launch ``config`` can be resident on the device at once."""
         return self.out_int("cuOccupancyMaxActiveClusters", function, ctypes.addressof(config))
 
-    def encode_tiled(
+    def encode_tiled(self, *, address: int, **words: Any) -> bytes:
+        """The 128 bytes of a tiled TMA descriptor; arguments and rules as in ``tensormap.TensorMapSpec``.
+
+        Nothing is checked here: what the driver refuses comes back as ``DriverCallError``.
+        """
+        return self.tiled_encoder(**words)(address)
+
+    def tiled_encoder(
         self,
         *,
         dtype: int,
-        address: int,
         dims: Sequence[int],
         strides: Sequence[int],
         box: Sequence[int],
@@ -526,26 +533,28 @@ class Driver:
         swizzle: int,
         l2_promotion: int,
         fill: int,
-    ) -> bytes:
-        """The 128 bytes of a tiled TMA descriptor; arguments and rules as in ``tensormap.TensorMapSpec``.
-
-        Nothing is checked here: what the driver refuses comes back as ``DriverCallError``.
-        """
+    ) -> Callable[[int], bytes]:
+        """A function of an address that gives what ``encode_tiled`` does; one thread at a time may call it."""
         rank = len(dims)
-        slot = ctypes.create_string_buffer(TENSOR_MAP_BYTES + 64)
-        aligned = (ctypes.addressof(slot) + 63) & ~63
         arrays = (
             (ctypes.c_uint64 * max(1, rank))(*dims),
             (ctypes.c_uint64 * max(1, len(strides)))(*strides),
             (ctypes.c_uint32 * max(1, len(box)))(*box),
             (ctypes.c_uint32 * max(1, len(element_strides)))(*element_strides),
         )
-        where = [ctypes.addressof(array) for array in arrays]
-        self.call(
-            "cuTensorMapEncodeTiled",
-            *(aligned, dtype, rank, address, *where, interleave, swizzle, l2_promotion, fill),
-        )
-        return ctypes.string_at(aligned, TENSOR_MAP_BYTES)
+        rest = (*[ctypes.addressof(array) for array in arrays], interleave, swizzle, l2_promotion, fill)
+
+        slot = ctypes.create_string_buffer(TENSOR_MAP_BYTES + 64)
+        aligned = (ctypes.addressof(slot) + 63) & ~63
+        function = self.function(_ENCODE)
+
+        def encode(address: int, kept: object = (arrays, slot)) -> bytes:
+            code = function(aligned, dtype, rank, address, *rest)
+            if code:
+                raise self.error(_ENCODE, code)
+            return ctypes.string_at(aligned, TENSOR_MAP_BYTES)
+
+        return encode
 
     # Opening and calling libcuda
 

@@ -38,8 +38,15 @@ class ParameterBlock:
             if not code
         ]
 
-    def write(self, values: Sequence[Any], descriptor: Callable[[TensorMapSpec, int], bytes]) -> None:
+    def write(
+        self,
+        values: Sequence[Any],
+        descriptor: Callable[[TensorMapSpec, int], bytes],
+        maps: Mapping[int, bytes] | None = None,
+    ) -> None:
         """Write the values of another run; ``descriptor`` encodes the map of a tensor that has moved.
+
+        ``maps`` are the run's own descriptors instead, by the number of their value.
 
         Raises:
             struct.error, TypeError, OverflowError: a value does not fit its field.
@@ -49,7 +56,10 @@ class ParameterBlock:
             put(view, offset, values[number])
         for moving in self._maps:
             begin, end, number, spec, address = moving
-            if values[number] != address:
+            if maps is not None:
+                view[begin:end] = maps[number]
+                moving[4] = None
+            elif values[number] != address:
                 view[begin:end] = descriptor(spec, values[number])
                 moving[4] = values[number]
 

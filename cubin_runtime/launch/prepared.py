@@ -98,8 +98,10 @@ class PreparedLaunches:
         maps = {item.value for launch in self._launches for item in launch.inputs if not item.code}
         self.resident = frozenset(maps & {self.names.index(name) for name in resident if name in names})
 
-    def run(self, stream: int, *values: Any) -> None:
+    def run(self, stream: int, *values: Any, maps: Mapping[int, bytes] | None = None) -> None:
         """Send the launches on a stream (an int handle).
+
+        ``maps`` are descriptors for this run alone, by the numbers of the values that the plan's would be made for.
 
         Raises:
             OtherContextError: the stream is of another context of the device.
@@ -112,9 +114,9 @@ class PreparedLaunches:
         try:
             blocks = self._spare.pop()
             for block in blocks:
-                block.write(values, self._descriptor)
+                block.write(values, self._descriptor, maps)
         except _NOT_WRITTEN:
-            blocks = self._new_blocks(values)
+            blocks = self._new_blocks(values, maps)
         history, profiler = self._driver.history(self._context), self._driver.profiler
         for number, block in enumerate(blocks):
             config, function, arguments = block.config_on(stream), block.function, block.arguments
@@ -128,11 +130,14 @@ class PreparedLaunches:
                 raise self._failed(code) if number else OtherContextError
         self._spare.append(blocks)
 
-    def _new_blocks(self, values: tuple[Any, ...]) -> list[ParameterBlock]:
+    def _new_blocks(self, values: tuple[Any, ...], maps: Mapping[int, bytes] | None) -> list[ParameterBlock]:
         blocks = []
-        for launch, contents in zip(self._launches, self._contents(values, written=frozenset()), strict=True):
+        for launch, contents in zip(
+            self._launches, self._contents(values, written=frozenset(), maps=maps), strict=True
+        ):
             try:
                 blocks.append(ParameterBlock(launch, contents, values))
+                blocks[-1].write(values, self._descriptor, maps)  # which notes whose descriptors they are
             except UsageError as error:
                 # If the plan's own values are at fault, that is the error.
                 launch.plan.layout.pack(contents | {item.field.name: 0 for item in launch.inputs if item.code})
@@ -251,7 +256,9 @@ class PreparedLaunches:
             }
         return (*(made[part] for part in block_parts(self._launches, written)), made)
 
-    def _contents(self, given: Sequence[Any], *, written: frozenset[int]) -> list[dict[str, object]]:
+    def _contents(
+        self, given: Sequence[Any], *, written: frozenset[int], maps: Mapping[int, bytes] | None = None
+    ) -> list[dict[str, object]]:
         """The fields of each launch: as given where they are not written at each call, else those of the plan."""
         found = []
         for launch in self._launches:
@@ -261,6 +268,9 @@ class PreparedLaunches:
                     continue
                 if code:
                     values[field.name] = given[number]
+                elif maps is not None:
+                    values[field.name] = maps[number]
+                    del specs[field.name]
                 else:
                     specs[field.name] = specs[field.name].moved(given[number])
             if specs:

@@ -98,6 +98,23 @@ def test_a_moved_spec_differs_in_its_address_only() -> None:
     assert BASE.moved(0x100) == replace(BASE, address=0x100)
 
 
+def test_an_encoder_gives_what_each_address_would_get(driver: Driver, standin: StandIn) -> None:
+    encode = BASE.encoder(driver)
+    found = [encode(address) for address in (0x1000, 0x2000, 0x1000)]
+    calls = [call.seen for call in standin.calls("cuTensorMapEncodeTiled")]
+    assert found == [replace(BASE, address=address).encode(driver) for address in (0x1000, 0x2000, 0x1000)]
+    assert calls == [call.seen for call in standin.calls("cuTensorMapEncodeTiled")[3:]]
+
+
+def test_an_encoder_of_a_broken_rule_is_refused_and_one_may_fail(driver: Driver, standin: StandIn) -> None:
+    with pytest.raises(TensorMapError):
+        replace(BASE, strides=(8, *BASE.strides[1:])).encoder(driver)
+    encode = BASE.encoder(driver)
+    standin.fail("cuTensorMapEncodeTiled", 1)
+    with pytest.raises(DriverCallError):
+        encode(0x1000)
+
+
 def test_the_cache_encodes_each_spec_once(driver: Driver, standin: StandIn) -> None:
     cache = TensorMapCache(driver)
     assert cache.encode(BASE) == cache.encode(replace(BASE))
