@@ -7,7 +7,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .. import _version
 from ..artifacts.path import ArtifactPath
@@ -238,7 +238,7 @@ class Runtime(PlanRuntime):
     Operators take ``runtime=None`` for the process's default (``default_runtime``).
     """
 
-    __slots__ = ("families", "family_paths", "fast_paths", "for_plans", "plans")
+    __slots__ = ("families", "family_paths", "fast_paths", "for_plans", "growing", "plans")
 
     def __init__(
         self,
@@ -262,6 +262,7 @@ class Runtime(PlanRuntime):
         self.fast_paths: FastPaths = defaultdict(tuple)
         self.family_paths: FastPaths = defaultdict(tuple)
         self.families: dict[Hashable, None] = {}
+        self.growing: dict[int, tuple[Any, ...]] = {}  # forms of caches that grow, by thread
         self.config = config or Config.from_environment()
         self.library = Library(self.config)
         self.driver = driver or Driver()

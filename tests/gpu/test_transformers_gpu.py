@@ -19,6 +19,7 @@ from small_models import (  # noqa: E402  (they need transformers)
 from transformers import DynamicCache, StaticCache  # noqa: E402
 
 from cubin_runtime import Runtime  # noqa: E402
+from cubin_runtime.attention.growing_cache import decode_growing  # noqa: E402
 from cubin_runtime.integrations.transformers import register  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -143,3 +144,25 @@ def test_generate_takes_greedy_tokens(model: str, name: str) -> None:
         logits = run(tokens, attention_mask=mask, position_ids=positions).logits[:, 99:-1]
     taken = logits.gather(2, tokens[:, 100:, None])[..., 0]
     assert (logits.max(-1).values - taken <= 2 * TOLERANCE * logits.abs().max()).all()
+
+
+@pytest.mark.parametrize(("batch", "window", "sinks"), [(1, -1, False), (3, -1, True), (3, 100, False)])
+def test_new_tokens_over_caches_that_grow(batch: int, window: int, sinks: bool, name: str) -> None:
+    heads, kv_heads, dim, most = 32, 8, 128, 2051
+    generator = torch.Generator(DEVICE).manual_seed(4)
+    q, keys, values = (
+        torch.randn(batch, count, length, dim, generator=generator, device=DEVICE, dtype=torch.bfloat16)
+        for count, length in ((heads, 1), (kv_heads, most), (kv_heads, most))
+    )
+    logits = torch.randn(heads, generator=generator, device=DEVICE) if sinks else None
+    for length in [*range(1, 5), *range(1022, 1027), *range(2046, most + 1)]:
+        k, v = keys[:, :, :length].clone(), values[:, :, :length].clone()
+        out = decode_growing(*(t.transpose(1, 2) for t in (q, k, v)), window_left=window, sinks=logits)
+        seen = slice(max(0, length - 1 - window) if window >= 0 else 0, length)
+        k, v = (t[:, :, seen].double().repeat_interleave(heads // kv_heads, 1) for t in (k, v))
+        scores = (q.double() @ k.mT * dim**-0.5)[:, :, 0]
+        if logits is not None:
+            scores = torch.cat((scores, logits.double().expand(batch, -1)[..., None]), -1)
+        weights = scores.softmax(-1)[..., : v.shape[2]]
+        truth = (weights[:, :, None] @ v)[:, :, 0]
+        assert (out[:, 0].double() - truth).norm() <= 0.005 * truth.norm()

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from launch_records import integers, launches
 
+from cubin_runtime import Runtime
+from cubin_runtime.attention import paged_decode
 from cubin_runtime.errors import UsageError
 from cubin_runtime.integrations.transformers.arguments import Packed
 from cubin_runtime.integrations.transformers.attention import attention
@@ -104,7 +106,7 @@ def paged_states(q_lens: list[int], past: list[int], block: int, layer_window: i
     }
 
 
-@pytest.mark.parametrize("q_len", [1, 40])
+@pytest.mark.parametrize("q_len", [2, 40])
 def test_rows_of_one_length(q_len: int, attend: Attended) -> None:
     given = states(q_len, 40)
     out = attend(**given)
@@ -148,11 +150,96 @@ def test_a_cache_with_room_has_a_request_in_each_page(q_len: int, room: int, att
     assert sent["softmax_scale_log2"] == pytest.approx(SCALE * math.log2(math.e))
 
 
-@pytest.mark.parametrize(("kv_len", "kernel"), [(2000, "context"), (2050, "decode")])
-def test_a_new_token_behind_many_keys_is_decoded(kv_len: int, kernel: str, attend: Attended) -> None:
-    attend(**states(1, kv_len))
+@pytest.mark.parametrize(
+    ("q_len", "kv_len", "kernel"),
+    [(1, 1, "decode"), (1, 40, "decode"), (1, 2050, "decode"), (3, 2000, "context"), (3, 2050, "decode")],
+)
+def test_a_few_new_tokens_behind_many_keys_are_decoded(q_len: int, kv_len: int, kernel: str, attend: Attended) -> None:
+    attend(**states(q_len, kv_len))
     name, sent = attend.launch()
     assert (name, sent["max_seq_len"]) == (kernel, kv_len)
+
+
+def described(standin: StandIn, function: Any, *tensors: Any, **options: Any) -> list[dict[str, Any]]:
+    """The descriptors of keys and values that a call encodes, and the parameters of its launch."""
+    standin.clear_log()
+    function(*tensors, **options)
+    (_, sent), encoded = launches(standin)[-1], standin.calls("cuTensorMapEncodeTiled")[-2:]
+    return [*(dict(each.seen) for each in encoded), sent]
+
+
+@pytest.fixture(params=["with torch's guards alone", "as installed"])
+def guards(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "with torch's guards alone":
+        monkeypatch.setattr("cubin_runtime.attention.fast_path.guards.accelerator", lambda: None)
+
+
+@pytest.mark.usefixtures("guards")
+def test_caches_that_grow_share_a_plan_and_are_read_as_one_alone_is(standin: StandIn, hopper: Runtime) -> None:
+    operators, module = Operators(), SimpleNamespace(is_causal=True, layer_idx=0)
+    made = []
+    for kv_len in (2100, 2303, 2304, 2305, 2305, 4000, 2100):
+        given = states(1, kv_len)
+        q, k, v = (given[name].transpose(1, 2) for name in ("query", "key", "value"))
+        table, lengths = torch.arange(BATCH, dtype=INT32)[:, None], torch.full((BATCH,), kv_len, dtype=INT32)
+        caches = (q, k, v, table, lengths)
+        alone = described(standin, paged_decode, *caches, max_seq_len=kv_len, softmax_scale=SCALE)
+        before = hopper.stats().plans_made
+        found = described(standin, attention, operators, module, **given)
+        made.append(hopper.stats().plans_made - before)
+        assert found[:2] == alone[:2]
+        assert integers(found[2]["seq_lens"], BATCH) == [kv_len] * BATCH
+        assert integers(found[2]["page_table"], BATCH) == list(range(BATCH))
+        for name in ("q", "max_seq_len", "softmax_scale_log2", "kv_heads", "group", "window_left", "tokens"):
+            assert found[2][name] == alone[2][name]
+    assert made == [1, 0, 0, 0, 0, 0, 0]
+
+
+def test_caches_that_grow_beyond_a_power_of_two_get_another_plan(standin: StandIn, hopper: Runtime) -> None:
+    before = hopper.stats().plans_made
+    kv_lens = [1, 2, 1024, 1025, 2048, 2049]
+    for kv_len in kv_lens:
+        attention(Operators(), SimpleNamespace(is_causal=True, layer_idx=0), **states(1, kv_len))
+    assert hopper.stats().plans_made - before == 3
+    assert [sent["max_seq_len"] for _, sent in launches(standin)] == kv_lens
+
+
+def test_layers_with_and_without_sinks_and_windows_alternate(standin: StandIn, hopper: Runtime) -> None:
+    given, form = states(1, 2100), windowed(1, 2100, q_offset=2099)
+    for _ in range(2):
+        attention(Operators(), SimpleNamespace(is_causal=True, layer_idx=0), **given)
+        other = {**given, "attention_mask": form, "sliding_window": 16, "s_aux": SINKS}
+        attention(Operators(), SimpleNamespace(is_causal=True, layer_idx=1), **other)
+    seen = [(sent["window_left"], sent["sinks"]) for _, sent in launches(standin)]
+    assert seen == 2 * [(-1, 0), (15, SINKS.data_ptr())]
+    assert hopper.stats().plans_made == 2
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"value": torch.zeros(BATCH, KV_HEADS, 2101, DIM, dtype=BF16)}, "v: shape"),
+        ({"value": torch.zeros(BATCH, KV_HEADS, 2100, DIM, dtype=torch.float16)}, "v: dtype float16"),
+        ({"key": torch.zeros(BATCH, KV_HEADS, 2100, DIM + 4, dtype=BF16)[..., :DIM]}, "k: strides"),
+    ],
+)
+def test_caches_that_grow_are_refused_as_others_are(changed: Any, named: str, hopper: Runtime) -> None:
+    module = SimpleNamespace(is_causal=True, layer_idx=0)
+    for _ in range(2):
+        with pytest.raises(UsageError, match=named):
+            attention(Operators(), module, **{**states(1, 2100), **changed})
+        attention(Operators(), module, **states(1, 2100))
+
+
+def test_another_form_than_the_last_one_is_not_taken_for_it(standin: StandIn, hopper: Runtime) -> None:
+    module, given = SimpleNamespace(is_causal=True, layer_idx=0), states(1, 2100)
+    attention(Operators(), module, **given)
+    strided = torch.zeros(BATCH, 2100, KV_HEADS, DIM, dtype=BF16).transpose(1, 2)
+    attention(Operators(), module, **{**given, "key": strided})
+    *_, k_map, v_map = standin.calls("cuTensorMapEncodeTiled")
+    assert k_map.seen["strides"] != v_map.seen["strides"]
+    halves = {name: given[name].to(torch.float16) for name in ("query", "key", "value")}
+    assert attention(Operators(), module, **{**given, **halves})[0].dtype == torch.float16
 
 
 @pytest.mark.parametrize("q_len", [1, 20])

@@ -150,14 +150,34 @@ def torch_guard(tensors: Sequence[Any], sized: Sequence[bool]) -> Callable[..., 
     return _guard(tensors, sized) if _guards_work() else None
 
 
+def form_guard(
+    tensors: Sequence[Any], sizes: Sequence[Sequence[int | None]], strides: Sequence[Sequence[int | None]]
+) -> Callable[..., bool] | None:
+    """As ``torch_guard``, which other tensors than torch's fail too; a size or stride that is None may be any."""
+    if not _guards_work():
+        return None
+    check = _guard_of(tensors, sizes, strides)
+    if accelerator() is not None:
+        return check
+
+    def plain(*others: Any) -> bool:
+        return all(is_plain(other) and not other.is_nested for other in others) and check(*others)
+
+    return plain
+
+
 def _guard(tensors: Sequence[Any], sized: Sequence[bool]) -> Callable[..., bool]:
+    sizes = [[None] * of_any + list(tensor.size())[of_any:] for tensor, of_any in zip(tensors, sized, strict=True)]
+    return _guard_of(tensors, sizes, [list(tensor.stride()) for tensor in tensors])
+
+
+def _guard_of(
+    tensors: Sequence[Any], sizes: Sequence[Sequence[int | None]], strides: Sequence[Sequence[int | None]]
+) -> Callable[..., bool]:
     from torch._C._dynamo.guards import TensorGuards
 
-    sizes: list[Any] = [
-        [None] * of_any + list(tensor.size())[of_any:] for tensor, of_any in zip(tensors, sized, strict=True)
-    ]
-    strides: list[Any] = [list(tensor.stride()) for tensor in tensors]
-    check: Callable[..., bool] = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+    known: dict[str, Any] = {"dynamic_dims_sizes": sizes, "dynamic_dims_strides": strides}
+    check: Callable[..., bool] = TensorGuards(*tensors, **known).check
     module = accelerator()
     return check if module is None else module.guard(check)
 

@@ -83,6 +83,11 @@ def is_compiling() -> bool:
     return _state.compiling()
 
 
+def is_suspended() -> bool:
+    """Whether calls take the full path alone: they are recorded, or this process was forked."""
+    return _state.suspended > 0
+
+
 os.register_at_fork(after_in_child=lambda: setattr(_state, "suspended", 1))  # the full path says what is wrong
 
 

@@ -17,10 +17,10 @@ from .attention import attend
 from .options import Options
 from .tensors import chosen, column, differences, dtype_of, filled, lengthened, numbers, whole_cache
 
-_MOST_DECODED = 8  # query tokens of a request that the decode kernels are for
+MOST_DECODED = 8  # query tokens of a request that the decode kernels are for
 # Keys of a request from which on they are faster without lengths, too: they divide the keys over the GPU, and that is
 # then worth more than the two small tensors cost that they need.
-_DECODED_FROM = 2048
+DECODED_FROM = 2048
 _APPEND_NAMES = {
     "key": "k",
     "value": "v",
@@ -139,7 +139,7 @@ def _is_decode(queries: Queries, cache: Cache, lengths: Any, options: Options) -
     if cache.table is None and not is_torch(queries.q):
         return False
     # Without a cache, the bits of a token are those of its prompt if they have to be the same.
-    if cache.table is None and lengths is None and (cache.capacity < _DECODED_FROM or options.batch_invariant):
+    if cache.table is None and lengths is None and (cache.capacity < DECODED_FROM or options.batch_invariant):
         return False
     _, q_len, heads, head_dim = shape_of(queries.q, "q", 4)
     requests, _, kv_heads, _ = shape_of(cache.k, options.names["k_cache"], 4)
@@ -149,7 +149,7 @@ def _is_decode(queries: Queries, cache: Cache, lengths: Any, options: Options) -
         return False  # whose context attention is an error
     if options.batch_invariant and dtype_of(cache.k, options.names["k_cache"]) == E4M3:
         return False  # decodes over e4m3 have other bits than prompts
-    one_causal = q_len == 1 or (options.causal and q_len <= _MOST_DECODED)
+    one_causal = q_len == 1 or (options.causal and q_len <= MOST_DECODED)
     return one_causal and kv_heads > 0 and heads <= MAX_GROUP * kv_heads
 
 

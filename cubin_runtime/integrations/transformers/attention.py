@@ -6,6 +6,7 @@ from typing import Any
 
 from ...errors import UsageError
 from .arguments import (
+    UNUSED,
     Options,
     Packed,
     causal_without_mask,
@@ -17,7 +18,7 @@ from .arguments import (
 )
 from .continuous import attend_paged
 from .dense import drafts_of, is_dense
-from .masks import EVERY_KEY, Mask, read
+from .masks import EVERY_KEY, Mask, read, read_before
 from .operators import Operators
 from .widths import fitting
 
@@ -56,23 +57,26 @@ def attention(
     """
     words = (scaling, dropout, sliding_window, softcap, s_aux)
     operators = fitting(operators, query.shape[-1], value.shape[-1])
-    cache = given.pop("cache", None)
-    if cache is not None:
-        # Requests in one row are causal whatever the layer says, as with transformers' own functions.
-        options = options_of(True, *words)
-        return attend_paged(operators, module.layer_idx, query, key, value, attention_mask, cache, options, given), None
-    q_len = query.shape[2]
-    packed = packed_of(given, q_len)
-    check_rest(given)
+    q_len, kv_len, packed = query.shape[2], key.shape[2], None
+    if not UNUSED.issuperset(given):
+        cache = given.pop("cache", None)
+        if cache is not None:
+            # Requests in one row are causal whatever the layer says, as with transformers' own functions.
+            options = options_of(True, *words)
+            layer = module.layer_idx
+            return attend_paged(operators, layer, query, key, value, attention_mask, cache, options, given), None
+        packed = packed_of(given, q_len)
+        check_rest(given)
     if attention_mask is None:
-        check_window_without_mask(sliding_window, packed, key.shape[2])
+        check_window_without_mask(sliding_window, packed, kv_len)
         options = options_of(causal_without_mask(module, is_causal, 1 if packed else q_len), *words)
         return _attend_rows(operators, query, key, value, Mask(), packed, options), None
-    if is_dense(attention_mask, q_len, key.shape[2]):
+    mask = read_before(attention_mask, q_len, kv_len)
+    if mask is None and is_dense(attention_mask, q_len, kv_len):
         if packed is not None or sliding_window is not None:
             raise UsageError("attention_mask: dense, with packed sequences or a sliding window; expected it alone")
         return _attend_masked(operators, query, key, value, attention_mask, options_of(True, *words)), None
-    mask = read(attention_mask, q_len, key.shape[2])
+    mask = mask or read(attention_mask, q_len, kv_len)
     options = options_of(mask.pattern != EVERY_KEY, *words)
     check_window(mask.pattern, sliding_window)
     return _attend_rows(operators, query, key, value, mask, packed, options), None

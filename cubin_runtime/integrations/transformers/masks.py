@@ -48,13 +48,28 @@ class Mask(NamedTuple):
     sums: Any = None
 
 
+def read_before(attention_mask: Any, q_len: int, kv_len: int) -> Mask | None:
+    """What ``read`` gave a layer before; None: nothing, or one with other numbers of queries or keys."""
+    found = getattr(attention_mask, "last_read", None)
+    return found[1] if found is not None and found[0] == (q_len, kv_len) else None
+
+
 def read(attention_mask: Any, q_len: int, kv_len: int) -> Mask:
     """What ``mask`` returned, for a layer with ``q_len`` queries and ``kv_len`` keys.
 
     Raises:
         UsageError: it has another layout, or was made for another number of keys.
     """
-    attention_mask = getattr(attention_mask, "plain", attention_mask)
+    plain = getattr(attention_mask, "plain", None)
+    if plain is None:
+        return _read(attention_mask, q_len, kv_len)
+    mask = _read(plain, q_len, kv_len)
+    if mask.places is None:  # views alone, which follow the mask
+        attention_mask.last_read = (q_len, kv_len), mask
+    return mask
+
+
+def _read(attention_mask: Any, q_len: int, kv_len: int) -> Mask:
     shape, dtype = tuple(attention_mask.shape), str(attention_mask.dtype).removeprefix("torch.")
     if dtype == "int16" and shape[1:] in [(1, EVERY_KEY, kv_len), (_HEADS, CAUSAL, kv_len), (_HEADS, WINDOW, kv_len)]:
         return Mask(shape[2])

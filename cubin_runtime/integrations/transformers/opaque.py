@@ -20,6 +20,7 @@ class OpaqueMask(torch.Tensor):  # type: ignore[misc]
     """A tensor whose values only ``masks.read`` gets, as ``plain``: they are no entries for queries and keys."""
 
     plain: torch.Tensor
+    last_read: Any = None  # what ``masks.read`` made of it
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

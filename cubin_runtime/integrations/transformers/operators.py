@@ -9,12 +9,15 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from ...attention.gqa import paged_decode
+from ...attention.growing_cache import decode_growing
+from ...attention.prefill import context_attention
 from ...compat.flash_attn.attention import attend_ragged
-from ...compat.flash_attn.cache import Cache, Queries, attend_cache
+from ...compat.flash_attn.cache import DECODED_FROM, MOST_DECODED, Cache, Queries, attend_cache
 from ...compat.flash_attn.options import NAMES
 from ...compat.flash_attn.options import Options as FlashOptions
 from ...compat.flash_attn.tensors import in_float32, numbers
-from ...errors import UsageError
+from ...compat.renaming import renamed
+from ...errors import UsageError, WorkspaceError
 
 # Arguments of our operators -> those of a layer, in errors.
 _EVEN = {**NAMES, "k_cache": "k", "v_cache": "v", "sinks": "s_aux"}
@@ -22,10 +25,43 @@ _PACKED = {**NAMES, "sinks": "s_aux", "page_table": "block_table", "seq_lens": "
 _CACHED = {**_EVEN, "page_table": "block_table", "seq_lens": "cache_seqlens"}
 
 
-def attend_even(q: Any, k: Any, v: Any, **options: Any) -> Any:
+def attend_even(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    s_aux: Any = None,
+) -> Any:
     """Attention of ``q`` ``[batch, q_len, heads, head_dim]`` over all of ``k`` and ``v`` ``[batch, kv_len, ...]``."""
-    queries = Queries(q, None, None, q.shape[0])
-    return attend_cache(queries, Cache(k, v, None, k.shape[1]), None, _flash_options(_EVEN, **options))[0]
+    sinks = None if s_aux is None else in_float32(s_aux)
+    (left, right), length = window_size, k.shape[1]
+    try:
+        if q.shape[1] == 1 and not softcap:
+            out = decode_growing(q, k, v, softmax_scale=softmax_scale, window_left=left, sinks=sinks)
+            if out is not None:
+                return out
+        if length < DECODED_FROM or q.shape[1] > MOST_DECODED:
+            return context_attention(
+                q,
+                k,
+                v,
+                max_seq_len=length,
+                causal=causal,
+                window_left=left,
+                window_right=right,
+                logit_soft_cap=softcap,
+                sinks=sinks,
+                softmax_scale=softmax_scale,
+                lse_base="e",
+            )
+    except (UsageError, WorkspaceError) as error:
+        raise renamed(error, _EVEN) from error
+    options = FlashOptions(_EVEN, softmax_scale, causal, window_size, softcap, sinks, None, False, False)
+    return attend_cache(Queries(q, None, None, q.shape[0]), Cache(k, v, None, length), None, options)[0]
 
 
 def attend_cached(q: Any, k: Any, v: Any, *, cache_seqlens: Any, block_table: Any = None, **options: Any) -> Any:
