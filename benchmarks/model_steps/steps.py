@@ -40,7 +40,10 @@ SMALL |= {"hidden_size": 128, "intermediate_size": 128}
 
 @dataclass(frozen=True)
 class Step:
-    """One forward pass: ``batch`` requests, ``tokens`` new tokens behind ``past`` ones, in a cache of that kind."""
+    """One forward pass: ``batch`` requests, ``tokens`` new tokens behind ``past`` ones, in a cache of that kind.
+
+    A dynamic cache grows from pass to pass, as it does in use, and goes back to ``past`` after ``GROWTH`` tokens.
+    """
 
     batch: int
     tokens: int
@@ -48,6 +51,7 @@ class Step:
     cache: str
 
 
+GROWTH = 64
 STEPS = (
     Step(1, 4096, 0, "none"),
     Step(1, 1, 4096, "static"),
@@ -79,7 +83,7 @@ def model_of(name: str, layers: int, device: str, small: bool) -> Any:
 
 
 def step_of(model: Any, step: Step) -> Callable[[], torch.Tensor]:
-    """A call that runs the step, again and again over the same past."""
+    """A call that runs the step, again and again over the same past, or one that grows."""
     random = torch.Generator(model.device).manual_seed(1)
     new = torch.randint(1, 1024, (step.batch, step.tokens), generator=random, device=model.device)
     if step.cache == "none":
@@ -97,7 +101,9 @@ def step_of(model: Any, step: Step) -> Callable[[], torch.Tensor]:
 
 def _again(model: Any, tokens: Any, cache: Any, past: int, static: bool) -> torch.Tensor:
     if not static:
-        cache.crop(past - cache.get_seq_length())
+        grown = cache.get_seq_length() - past
+        if grown >= GROWTH:
+            cache.crop(-grown)
         return model(tokens, past_key_values=cache, logits_to_keep=1).logits
     for layer in cache.layers:
         # Back to the past: the next step writes its keys where the last one did.
