@@ -59,8 +59,8 @@ def decode_growing(
     if torch.autograd.forward_ad._current_level >= 0:
         return None
     runtime = default.runtime or default_runtime()
-    options = softmax_scale, window_left
     tensors = (q, k, v) if sinks is None else (q, k, v, sinks)
+    options = softmax_scale, window_left, len(tensors)  # a guard takes as many tensors as it was made of
     known = runtime.growing.get(get_ident(), ())
     form = next((form for form in known if form.options == options and form.takes(tensors)), None)
     if q.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -79,7 +79,11 @@ class GrowingForm:
     """The calls of one thread on one stream over caches that differ in their length alone, up to ``bound`` tokens."""
 
     def __init__(
-        self, runtime: Runtime, options: tuple[float | None, int], tensors: Sequence[Any], alike: Callable[..., bool]
+        self,
+        runtime: Runtime,
+        options: tuple[float | None, int, int],
+        tensors: Sequence[Any],
+        alike: Callable[..., bool],
     ) -> None:
         """``alike`` tests the tensors' forms but for the length of the caches.
 
@@ -169,7 +173,7 @@ class GrowingForm:
         self._values[_LENS] = self._lengths.data_ptr() + (length - self._first) * batch * ITEM_BYTES["int32"]
 
 
-def _new_form(runtime: Runtime, options: tuple[float | None, int], tensors: Sequence[Any]) -> GrowingForm | None:
+def _new_form(runtime: Runtime, options: tuple[float | None, int, int], tensors: Sequence[Any]) -> GrowingForm | None:
     """The form of a call's tensors; None: it is not served.
 
     Raises:

@@ -215,6 +215,15 @@ def test_layers_with_and_without_sinks_and_windows_alternate(standin: StandIn, h
     assert hopper.stats().plans_made == 2
 
 
+@pytest.mark.usefixtures("guards")
+def test_layers_with_and_without_sinks_alone_alternate(standin: StandIn, hopper: Runtime) -> None:
+    given = states(1, 2100)
+    for more in 2 * [{}, {"s_aux": SINKS}]:
+        attention(Operators(), SimpleNamespace(is_causal=True, layer_idx=0), **given, **more)
+    assert [sent["sinks"] for _, sent in launches(standin)] == 2 * [0, SINKS.data_ptr()]
+    assert hopper.stats().plans_made == 2
+
+
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
