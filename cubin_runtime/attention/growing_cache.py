@@ -20,7 +20,7 @@ from .fast_path import is_compiling, is_suspended
 from .fast_path.guards import form_guard, is_plain
 from .gqa import PAGED_DECODE, plan_paged_decode
 from .hook import installed
-from .paged_cache import HEAD_DIMS, MAX_GROUP, strides_of
+from .paged_cache import has_decode_kernel, strides_of
 from .process import default, default_runtime
 
 if TYPE_CHECKING:
@@ -102,6 +102,7 @@ class GrowingForm:
         self._table = _numbers(q, k.shape[0], 0)[:, :1]
         self._first, self._lengths = 0, _numbers(q, 0, 0)
         self._at: tuple[Any, ...] = ()
+        self._numbers: Sequence[Any] | None = None  # of a length that nothing was sent with
         given = {**views, "page_table": view_of(self._table, "page_table"), "out": _contiguous(views["q"])}
         given["seq_lens"] = TensorView.contiguous(given["page_table"].pointer, "int32", (k.shape[0],), self._device)
         _check(given, options[1])
@@ -114,7 +115,7 @@ class GrowingForm:
         )
         self._values = [given["page_table"].pointer if name == "page_table" else 0 for name in _VALUES]
         self._driver, self._context = self.plan.driver, self.plan.driver.context_on(self._device)
-        self._send = self.plan.sender(self._stream)
+        self._send = self.plan.sender(self._stream, (_Q, _OUT, _SINKS))
         found = [self.plan.launches[0].plan.values.get(name) for name in ("k_map", "v_map")]
         self._specs = [spec for spec in found if isinstance(spec, TensorMapSpec)]
 
@@ -133,6 +134,7 @@ class GrowingForm:
         q, k, v, *more = tensors
         at = k.shape, v.shape, k.stride(), v.stride()
         if at != self._at:
+            self._at = ()
             self._move(q, k, v)
             self._at = at
         q_at, k_at, v_at = q.data_ptr(), k.data_ptr(), v.data_ptr()
@@ -147,6 +149,7 @@ class GrowingForm:
         with self._driver.using(self._context):
             maps = {_K: encode_k(k_at), _V: encode_v(v_at)}
         self._send(values, self._numbers, maps)
+        self._numbers = None
         return out
 
     def _move(self, q: Any, k: Any, v: Any) -> None:
@@ -182,10 +185,10 @@ def _new_form(runtime: Runtime, options: tuple[float | None, int, int], tensors:
     q, k, v, *_ = tensors
     if not all(is_plain(tensor) and not tensor.requires_grad for tensor in tensors):
         return None
-    head_dim, kv_heads = q.shape[-1], k.shape[2]
-    if head_dim not in HEAD_DIMS or v.shape != k.shape or k.shape[0] != q.shape[0] or q.shape[1] != 1:
+    if v.shape != k.shape or k.shape[0] != q.shape[0] or q.shape[1] != 1:
         return None
-    if not kv_heads or q.shape[2] > MAX_GROUP * kv_heads or type(options[0]) not in (float, type(None)):
+    heads, head_dim = q.shape[2:]
+    if not has_decode_kernel(heads, k.shape[2], head_dim, head_dim) or type(options[0]) not in (float, type(None)):
         return None
     alike = _guard_of(tensors)
     if alike is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import DeviceError, UsageError
@@ -14,6 +14,7 @@ from ..launch.driver import Driver
 from ..launch.plan import LaunchPlan
 from ..launch.prepared import OtherContextError, PreparedLaunches, Sending
 from ..launch.regions import workspace_size
+from ..launch.repeated import RepeatedLaunches
 from ..launch.semaphore_workspace import AnyWorkspace, check_workspace
 from ..launch.streams import stream_handle
 from ..launch.structs import FieldRow
@@ -228,17 +229,30 @@ class OperatorPlan:
             ),
         )
 
-    def sender(self, stream: int) -> Callable[[Sequence[int], Sequence[Any], Mapping[int, bytes]], None]:
-        """``launch`` on one stream, by addresses, numbers and descriptors, without a hook; errors as ``launch``."""
+    def sender(
+        self, stream: int, moving: Collection[int]
+    ) -> Callable[[Sequence[int], Sequence[Any] | None, Mapping[int, bytes]], None]:
+        """``launch`` by one thread on one stream, by addresses, numbers and descriptors, without a hook; errors alike.
+
+        Without numbers they are those of the call before, as are all addresses but those of the places ``moving``.
+        """
         scratch = self._pool.take(stream)
         prepared = self._prepared_in(scratch.context or self.driver.context_on(self.device), stream)
+        repeated: RepeatedLaunches | None = None
+        last: tuple[Any, tuple[Any, ...]] = (None, ())
 
-        def send(addresses: Sequence[int], numbers: Sequence[Any], maps: Mapping[int, bytes]) -> None:
-            places = self._regions_at(scratch, scratch.claim(stream))
-            try:
-                prepared.run(stream, *addresses, *places, *numbers, maps=maps)
-            except OtherContextError:
-                self._launch(tuple(addresses), tuple(numbers), None, stream, maps=maps)
+        def send(addresses: Sequence[int], numbers: Sequence[Any] | None, maps: Mapping[int, bytes]) -> None:
+            nonlocal repeated, last
+            place = scratch.claim(stream)
+            if numbers is not None or place is not last[0]:
+                last = place, last[1] if numbers is None else tuple(numbers)
+                values = (*addresses, *self._regions_at(scratch, place), *last[1])
+                if repeated is None:
+                    repeated = prepared.repeated(stream, values, moving, maps)
+                else:
+                    repeated.renew(values, maps)
+            if repeated is None or not repeated.send(addresses, maps):
+                self._launch(tuple(addresses), last[1], None, stream, maps=maps)
 
         return send
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from .run_source import PreparedLaunch
@@ -62,6 +62,20 @@ class ParameterBlock:
             elif values[number] != address:
                 view[begin:end] = descriptor(spec, values[number])
                 moving[4] = values[number]
+
+    def writing(self, moving: Collection[int]) -> Callable[[Sequence[Any], Mapping[int, bytes]], None]:
+        """``write`` for the values of these numbers and the run's own descriptors, all else as it was."""
+        view = self.view
+        scalars = [scalar for scalar in self._scalars if scalar[2] in moving]
+        places = [(slice(begin, end), number) for begin, end, number, _, _ in self._maps]
+
+        def write(values: Sequence[Any], maps: Mapping[int, bytes]) -> None:
+            for put, offset, number in scalars:
+                put(view, offset, values[number])
+            for place, number in places:
+                view[place] = maps[number]
+
+        return write
 
     def config_on(self, stream: int) -> Any:
         """The configuration with that stream, as the driver takes it."""

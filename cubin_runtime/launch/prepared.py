@@ -16,6 +16,7 @@ from .driver import Driver, DriverCallError
 from .modules import LoadedKernel
 from .parameter_block import ParameterBlock, filled
 from .plan import LaunchPlan
+from .repeated import RepeatedLaunches
 from .run_source import (
     Expressions,
     PreparedLaunch,
@@ -143,6 +144,21 @@ class PreparedLaunches:
                 launch.plan.layout.pack(contents | {item.field.name: 0 for item in launch.inputs if item.code})
                 raise self._unfit(error, values) from error
         return blocks
+
+    def repeated(
+        self, stream: int, values: Sequence[Any], moving: Collection[int], maps: Mapping[int, bytes]
+    ) -> RepeatedLaunches | None:
+        """The launches on one stream, sent again and again by one thread at a time with other values of the numbers
+        ``moving`` and other descriptors; None: each launch is profiled.
+
+        Raises:
+            UsageError: a value does not fit its field.
+        """
+        if self._driver.profiler is not None:
+            return None
+        blocks = self._new_blocks(tuple(values), maps)
+        history = self._driver.history(self._context)
+        return RepeatedLaunches(blocks, stream, moving, self._call, history, self._failed)
 
     def sending(self, expressions: Expressions) -> Sending:
         """Lines that send the launches, for a function written elsewhere.

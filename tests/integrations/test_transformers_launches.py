@@ -15,8 +15,9 @@ from cubin_runtime.errors import UsageError
 from cubin_runtime.integrations.transformers.arguments import Packed
 from cubin_runtime.integrations.transformers.attention import attention
 from cubin_runtime.integrations.transformers.continuous import _page_table_of_step
-from cubin_runtime.integrations.transformers.masks import mask
+from cubin_runtime.integrations.transformers.masks import _reads, mask, read, read_before
 from cubin_runtime.integrations.transformers.operators import Operators
+from cubin_runtime.launch.driver import DriverCallError
 from cubin_runtime.testing import StandIn
 
 torch = pytest.importorskip("torch")
@@ -204,6 +205,47 @@ def test_caches_that_grow_beyond_a_power_of_two_get_another_plan(standin: StandI
     assert [sent["max_seq_len"] for _, sent in launches(standin)] == kv_lens
 
 
+def test_a_layer_sends_what_the_one_before_did_but_for_its_tensors(standin: StandIn, hopper: Runtime) -> None:
+    module = SimpleNamespace(is_causal=True, layer_idx=0)
+    layers = [states(1, 2100) for _ in range(3)]
+    attention(Operators(), module, **layers[0])  # which learns the form
+    standin.clear_log()
+    outs = [attention(Operators(), module, **given)[0] for given in layers]
+    sent = [parameters for _, parameters in launches(standin)]
+    assert [each["q"] for each in sent] == [given["query"].data_ptr() for given in layers]
+    assert [each["out"] for each in sent] == [out.data_ptr() for out in outs]
+    for name, states_of in (("k_map", "key"), ("v_map", "value")):
+        begins = [int.from_bytes(each[name][:8], "little") for each in sent]  # the stand-in's descriptors
+        assert begins == [given[states_of].data_ptr() for given in layers]
+    maps = [int(call.seen["address"], 16) for call in standin.calls("cuTensorMapEncodeTiled")]
+    assert maps == [given[name].data_ptr() for given in layers for name in ("key", "value")]
+    moving = {"q", "out", "k_map", "v_map"}
+    rest = [{name: value for name, value in each.items() if name not in moving} for each in sent]
+    assert rest == [rest[0]] * 3
+
+
+def test_a_refused_launch_of_caches_that_grow_is_an_error_and_the_next_one_is_sent(
+    standin: StandIn, hopper: Runtime
+) -> None:
+    module, given = SimpleNamespace(is_causal=True, layer_idx=0), states(1, 2100)
+    for before in range(2):  # with a new length, and with the one before
+        standin.fail("cuLaunchKernelEx", 1, times=2)  # and what says why sends it again
+        with pytest.raises(DriverCallError, match="cuLaunchKernelEx"):
+            attention(Operators(), module, **given)
+        standin.clear_log()
+        attention(Operators(), module, **given)
+        ((_, sent),) = launches(standin)
+        assert (before, sent["max_seq_len"]) == (before, 2100)
+
+
+def test_layers_over_caches_that_grow_are_profiled_each(hopper: Runtime) -> None:
+    seen = list[str]()
+    hopper.driver.profiler = SimpleNamespace(enter=lambda kernel: seen.append(kernel) or 0.0, leave=lambda begin: None)
+    for _ in range(3):
+        attention(Operators(), SimpleNamespace(is_causal=True, layer_idx=0), **states(1, 2100))
+    assert len(seen) == 3
+
+
 def test_layers_with_and_without_sinks_and_windows_alternate(standin: StandIn, hopper: Runtime) -> None:
     given, form = states(1, 2100), windowed(1, 2100, q_offset=2099)
     for _ in range(2):
@@ -249,6 +291,18 @@ def test_another_form_than_the_last_one_is_not_taken_for_it(standin: StandIn, ho
     assert k_map.seen["strides"] != v_map.seen["strides"]
     halves = {name: given[name].to(torch.float16) for name in ("query", "key", "value")}
     assert attention(Operators(), module, **{**given, **halves})[0].dtype == torch.float16
+
+
+def test_a_plain_mask_is_read_by_one_of_the_layers_that_it_is_handed_to() -> None:
+    full, other = (mask(BATCH, 1, 40, q_offset=torch.tensor(20), allow_is_causal_skip=False) for _ in range(2))
+    assert type(full) is torch.Tensor
+    found = [read(made, 1, 40) for made in (full, other)]
+    assert all(read_before(made, 1, 40) is mask for made, mask in zip((full, other), found, strict=True))
+    assert read_before(full, 1, 41) is None
+    full.fill_(7)
+    assert read_before(full, 1, 40).lengths.tolist() == [7] * BATCH
+    assert len(_reads.kept) == 2
+    assert read_before(full.clone(), 1, 40) is None
 
 
 @pytest.mark.parametrize("q_len", [1, 20])
