@@ -233,7 +233,7 @@ def batching_row(model: Any, name: str, names: tuple[str, ...], small: bool) -> 
 
     # The first run of each loads kernels; then they take turns.
     found: dict[str, Any] = {each: outcome(lambda each=each: [run(each)][1:]) for each in names}
-    for _, each in product(range(1 if small else 3), names):
+    for _, each in product(range(1 if small else ROUNDS), names):
         if isinstance(found[each], list):
             more = outcome(lambda each=each: [run(each)])
             found[each] = found[each] + more if isinstance(more, list) else more

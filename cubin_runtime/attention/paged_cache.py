@@ -22,6 +22,11 @@ Q_DTYPES = {
 }
 
 
+def has_decode_kernel(heads: int, kv_heads: int, head_dim: int, value_dim: int) -> bool:
+    """Whether the decode kernels take so many heads and columns; it reads numbers alone, which torch may be tracing."""
+    return head_dim == value_dim and head_dim in HEAD_DIMS and kv_heads > 0 and heads <= MAX_GROUP * kv_heads
+
+
 def cache_view(cache: TensorView, name: str, kv_layout: str) -> TensorView:
     """A cache of either layout as ``[pages, page_size, kv_heads, head_dim]``: strides change, bytes do not.
 

@@ -9,7 +9,7 @@ from ...attention.append import append_kv
 from ...attention.checks import integer
 from ...attention.decode_call import E4M3
 from ...attention.gqa import paged_decode
-from ...attention.paged_cache import HEAD_DIMS, MAX_GROUP
+from ...attention.paged_cache import has_decode_kernel
 from ...errors import UsageError, WorkspaceError
 from ..renaming import renamed
 from ..shapes import is_torch, shape_of
@@ -143,14 +143,13 @@ def _is_decode(queries: Queries, cache: Cache, lengths: Any, options: Options) -
         return False
     _, q_len, heads, head_dim = shape_of(queries.q, "q", 4)
     requests, _, kv_heads, _ = shape_of(cache.k, options.names["k_cache"], 4)
-    if head_dim not in HEAD_DIMS or shape_of(cache.v, options.names["v_cache"], 4)[3] != head_dim:
+    if not has_decode_kernel(heads, kv_heads, head_dim, shape_of(cache.v, options.names["v_cache"], 4)[3]):
         return False
     if cache.table is None and requests != queries.batch:
         return False  # whose context attention is an error
     if options.batch_invariant and dtype_of(cache.k, options.names["k_cache"]) == E4M3:
         return False  # decodes over e4m3 have other bits than prompts
-    one_causal = q_len == 1 or (options.causal and q_len <= MOST_DECODED)
-    return one_causal and kv_heads > 0 and heads <= MAX_GROUP * kv_heads
+    return q_len == 1 or (options.causal and q_len <= MOST_DECODED)
 
 
 def _decode(queries: Queries, cache: Cache, lengths: Any, options: Options) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from threading import local
 from typing import Any, NamedTuple
 from weakref import ref
@@ -14,6 +15,7 @@ from .widths import fits
 
 # What is read of a ``PagedAttentionCache``, besides calling its ``update``.
 _POOLS = {"block_size", "key_cache", "layer_index_to_group_indices", "sliding_windows", "value_cache"}
+_POOLS_OF = attrgetter(*_POOLS)
 
 
 _last = local()
@@ -50,30 +52,37 @@ def attend_paged(
         raise UsageError("attention_mask: given with a paged cache, where the lengths say what is seen; expected None")
     if given.pop("block_table", None) is not None:
         raise UsageError("block_table: set max_blocks_per_request=0; decoding reads the pages by read_index")
-    if not all(hasattr(cache, name) for name in _POOLS):
-        raise UsageError(f"cache: a {type(cache).__name__} without {sorted(_POOLS)}, as transformers 5.17 has them")
-    read, write = given.pop("read_index"), given.pop("write_index")
-    q = query.transpose(1, 2).squeeze(0)
+    try:
+        _POOLS_OF(cache)
+    except AttributeError:
+        named = sorted(_POOLS)
+        raise UsageError(f"cache: a {type(cache).__name__} without {named}, as transformers 5.17 has them") from None
+    read, write, tokens = given.pop("read_index"), given.pop("write_index"), query.shape[2]
     # Pages of other columns than a kernel's would be copied as a whole.
     pool = _pages_in_place(cache, layer, read) if fits(query.shape[-1], value.shape[-1]) else None
     if pool is None:
         key, value = cache.update(key, value, layer, read_index=read, write_index=write)
-        packed = _packed(cache, given, q.shape[0], options)
+        packed = _packed(cache, given, tokens, options)
         check_rest(given)
-        return operators.ragged(q, key, value, *packed, **options.words()).unsqueeze(0)
+        return operators.ragged(_by_token(query), key, value, *packed, **options.words()).unsqueeze(0)
     group, k_cache, v_cache = pool
-    packed = _packed(cache, given, q.shape[0], options)
+    packed = _packed(cache, given, tokens, options)
     check_rest(given)
     for states, stored in ((key, k_cache), (value, v_cache)):
-        stored.index_copy_(0, write[group], states.transpose(1, 2).squeeze(0))
+        stored.index_copy_(0, write[group], _by_token(states))
     size = cache.block_size
     k, v = (stored.view(-1, size, *stored.shape[1:]) for stored in (k_cache, v_cache))
     table, lengths = _page_table_of_step(layer, read[group], packed, size)
-    if packed.q_bound == 1 and q.shape[0] == lengths.shape[0]:
-        out = operators.cached(q[:, None], k, v, cache_seqlens=lengths, block_table=table, **options.words())
-        return out.transpose(0, 1)
-    out = operators.ragged(q, k, v, *packed, seqused_k=lengths, block_table=table, **options.words())
-    return out.unsqueeze(0)
+    if packed.q_bound == 1 and tokens == lengths.shape[0]:
+        q = query.permute(2, 0, 1, 3)
+        return operators.cached(q, k, v, cache_seqlens=lengths, block_table=table, **options.words()).transpose(0, 1)
+    q = _by_token(query)
+    return operators.ragged(q, k, v, *packed, seqused_k=lengths, block_table=table, **options.words()).unsqueeze(0)
+
+
+def _by_token(states: Any) -> Any:
+    """``[tokens, heads, head_dim]`` of the only row of ``[1, heads, tokens, head_dim]``."""
+    return states[0].transpose(0, 1)
 
 
 def _pages_in_place(cache: Any, layer: int, read: Any) -> tuple[int, Any, Any] | None:

@@ -19,7 +19,9 @@ pattern (``EVERY_KEY``, ``CAUSAL``, ``WINDOW``): layers do not always say that o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from threading import local
 from typing import Any, NamedTuple
+from weakref import ref
 
 from ...errors import UsageError
 
@@ -48,10 +50,27 @@ class Mask(NamedTuple):
     sums: Any = None
 
 
+class _Reads(local):
+    """The plain masks that a thread read last, as weak references, with what ``read`` gave."""
+
+    kept: tuple[tuple[Any, tuple[int, int], Mask], ...] = ()
+
+
+_reads = _Reads()
+_MOST_READS = 2  # a model has masks of two kinds
+
+
 def read_before(attention_mask: Any, q_len: int, kv_len: int) -> Mask | None:
     """What ``read`` gave a layer before; None: nothing, or one with other numbers of queries or keys."""
     found = getattr(attention_mask, "last_read", None)
-    return found[1] if found is not None and found[0] == (q_len, kv_len) else None
+    if found is not None:
+        return found[1] if found[0] == (q_len, kv_len) else None
+    if _is_compiling():
+        return None
+    for mask, lengths, given in _reads.kept:
+        if mask() is attention_mask and lengths == (q_len, kv_len):
+            return given
+    return None
 
 
 def read(attention_mask: Any, q_len: int, kv_len: int) -> Mask:
@@ -61,12 +80,21 @@ def read(attention_mask: Any, q_len: int, kv_len: int) -> Mask:
         UsageError: it has another layout, or was made for another number of keys.
     """
     plain = getattr(attention_mask, "plain", None)
-    if plain is None:
-        return _read(attention_mask, q_len, kv_len)
-    mask = _read(plain, q_len, kv_len)
-    if mask.places is None:  # views alone, which follow the mask
+    mask = _read(attention_mask if plain is None else plain, q_len, kv_len)
+    if mask.places is not None or _is_compiling():
+        return mask
+    # Views alone, which follow the mask. A plain one would keep itself alive by a view in its attribute.
+    if plain is not None:
         attention_mask.last_read = (q_len, kv_len), mask
+    else:
+        _reads.kept = ((ref(attention_mask), (q_len, kv_len), mask), *_reads.kept[: _MOST_READS - 1])
     return mask
+
+
+def _is_compiling() -> bool:
+    import torch
+
+    return bool(torch.compiler.is_compiling())
 
 
 def _read(attention_mask: Any, q_len: int, kv_len: int) -> Mask:

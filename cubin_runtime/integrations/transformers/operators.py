@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from ...attention.gqa import paged_decode
 from ...attention.growing_cache import decode_growing
+from ...attention.paged_cache import has_decode_kernel
 from ...attention.prefill import context_attention
 from ...compat.flash_attn.attention import attend_ragged
 from ...compat.flash_attn.cache import DECODED_FROM, MOST_DECODED, Cache, Queries, attend_cache
@@ -67,9 +68,48 @@ def attend_even(
 def attend_cached(q: Any, k: Any, v: Any, *, cache_seqlens: Any, block_table: Any = None, **options: Any) -> Any:
     """Attention over the first ``cache_seqlens`` int32 ``[batch]`` keys of a cache, in pages with a table."""
     columns = 1 if block_table is None else block_table.shape[1]
+    if q.shape[1] == 1 and _is_decoded(q, k, v, block_table, **options):
+        return _decode_one(q, k, v, block_table, cache_seqlens, columns * k.shape[1], **options)
     cache = Cache(k, v, block_table, columns * k.shape[1])
     queries = Queries(q, None, None, q.shape[0])
     return attend_cache(queries, cache, cache_seqlens, _flash_options(_CACHED, **options))[0]
+
+
+def _is_decoded(q: Any, k: Any, v: Any, block_table: Any, *, softcap: float = 0.0, **_: Any) -> bool:
+    """Whether ``attend_cache`` would decode one token of each request."""
+    (batch, _, heads, head_dim), (requests, _, kv_heads, _) = q.shape, k.shape
+    of_pages = block_table is not None or requests == batch
+    return not softcap and of_pages and has_decode_kernel(heads, kv_heads, head_dim, v.shape[3])
+
+
+def _decode_one(
+    q: Any,
+    k: Any,
+    v: Any,
+    block_table: Any,
+    lengths: Any,
+    bound: int,
+    *,
+    softmax_scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    s_aux: Any = None,
+    **_: Any,
+) -> Any:
+    """``attend_cache`` for one token of each request, without its checks."""
+    try:
+        return paged_decode(
+            q,
+            k,
+            v,
+            numbers(q, q.shape[0]) if block_table is None else block_table,
+            lengths,
+            max_seq_len=bound,
+            softmax_scale=softmax_scale,
+            window_left=max(-1, window_size[0]),
+            sinks=None if s_aux is None else in_float32(s_aux),
+        )
+    except (UsageError, WorkspaceError) as error:
+        raise renamed(error, _CACHED) from error
 
 
 def attend_packed(
