@@ -14,6 +14,7 @@ wheel (``model_steps/flash_attention_3.py``). An implementation that is not inst
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import signal
@@ -57,7 +58,11 @@ PEERS: dict[str, tuple[str, SDPBackend | None]] = {
     "flash_attention_3": ("flash_attention_3", None),
 }
 
-BATCHING_PEERS = ("sdpa", "flash_attention_3")
+# Options of continuous batching beside the common ones, and the peers: without a block table all get the same inputs.
+BATCHING: tuple[tuple[dict[str, int], tuple[str, ...]], ...] = (
+    ({}, ("sdpa", "flash_attention_3")),
+    ({"max_blocks_per_request": 0}, ("flash_attention_3",)),
+)
 
 
 @contextmanager
@@ -207,22 +212,33 @@ def _ratios(rounds: dict[str, dict[str, list[float]]], ours: str) -> dict[str, d
     }
 
 
-def batching_row(model: Any, name: str, names: tuple[str, ...], small: bool) -> dict[str, Any]:
-    """``generate_batch`` of ragged requests: tokens made per second."""
+def free_memory() -> None:
+    """Give back to the device what torch keeps: transformers sizes a cache by what the device has free."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def batching_row(
+    model: Any, name: str, names: tuple[str, ...], small: bool, options: dict[str, int] | None = None
+) -> dict[str, Any]:
+    """``generate_batch`` of ragged requests, with further options of transformers: tokens made per second."""
     generator = torch.Generator().manual_seed(2)
     count, longest, new = (4, 40, 8) if small else (64, 2048, 32)
     lengths = torch.randint(1, longest, (count,), generator=generator).tolist()
     requests = [torch.randint(1, 1024, (length,), generator=generator).tolist() for length in lengths]
     blocks = {"block_size": 16 if small else 256, "num_blocks": 64 if small else 640}
     batching = {**blocks, "max_batch_tokens": 64 if small else 4096, "use_cuda_graph": False}
+    batching |= options or {}
 
     def run(implementation: str) -> float:
         model.set_attn_implementation(f"paged|{implementation}")
-        options = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0)
+        generation = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0)
+        free_memory()
         begin = time.perf_counter()
         results = model.generate_batch(
             requests,
-            generation_config=options,
+            generation_config=generation,
             continuous_batching_config=ContinuousBatchingConfig(**batching),
             progress_bar=False,
         )
@@ -238,7 +254,20 @@ def batching_row(model: Any, name: str, names: tuple[str, ...], small: bool) -> 
             more = outcome(lambda each=each: [run(each)])
             found[each] = found[each] + more if isinstance(more, list) else more
     speeds = {each: statistics.median(rates) if isinstance(rates, list) else rates for each, rates in found.items()}
-    return {"model": name, "requests": count, "longest_prompt": longest, "new": new, "tokens_per_s": speeds}
+    row = {"model": name, "requests": count, "longest_prompt": longest, "new": new, "options": options or {}}
+    return row | {"tokens_per_s": speeds, "ratios": _speed_ratios(found, names[0])}
+
+
+def _speed_ratios(found: dict[str, Any], ours: str) -> dict[str, float]:
+    """The median over rounds of our speed by a peer's."""
+    measured = {each: rates for each, rates in found.items() if isinstance(rates, list)}
+    mine = measured.pop(ours, None)
+    if mine is None:
+        return {}
+    return {
+        each: statistics.median(own / their for own, their in zip(mine, rates, strict=True))
+        for each, rates in measured.items()
+    }
 
 
 @torch.no_grad()
@@ -262,17 +291,22 @@ def measured(
             ("steps", str(step), partial(step_row, model, name, step, (ours, *PEERS), device))
             for step in (SMALL_STEPS if small else STEPS)
         ]
-        batching = partial(batching_row, model, name, (ours, *BATCHING_PEERS), small)
-        cases.insert(FIRST_STEPS, ("continuous_batching", "continuous batching", batching))
+        cases[FIRST_STEPS:FIRST_STEPS] = [
+            (
+                "continuous_batching",
+                f"continuous batching, {options}" if options else "continuous batching",
+                partial(batching_row, model, name, (ours, *peers), small, options),
+            )
+            for options, peers in BATCHING
+        ]
         for kind, label, case in cases:
             if time.monotonic() > until:
                 report["not_measured"].append(f"{name}: {label}")
                 continue
+            free_memory()
             report[kind].append(case())
             print(json.dumps(report[kind][-1]), flush=True)
             keep(report)
-            if not small:
-                torch.cuda.empty_cache()
     keep(report)
     return report
 

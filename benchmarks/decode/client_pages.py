@@ -159,9 +159,11 @@ def _batching(rows: list[dict[str, Any]], ours: str) -> list[str]:
             f"{'ours' if name == ours else name} {f'{speed:,.0f}' if isinstance(speed, float) else 'failed'}"
             for name, speed in row["tokens_per_s"].items()
         )
+        options = row.get("options", {}).items()
+        given = "".join(f", `{option}={value}`" for option, value in options)
         words.append(
             f"Continuous batching of {row['requests']} requests with prompts of up to {row['longest_prompt']:,} tokens "
-            f"and {row['new']} new ones, in tokens per second: {speeds}."
+            f"and {row['new']} new ones{given}, in tokens per second: {speeds}."
         )
     return words
 
