@@ -9,6 +9,7 @@ host; a dynamic cache grows by a token at each step. ``host_us_per_layer`` is th
 attention function of one layer, the mean of all layers. The past is random keys. ``sdpa flash`` and ``sdpa cuDNN`` are
 sdpa with one of torch's backends, which needs no further package; FlashAttention-3 is flash-attn-3, or that of a vLLM
 wheel (``model_steps/flash_attention_3.py``). An implementation that is not installed or not able gives its error.
+Continuous batching runs with transformers' block table, which flash-attention alone gets, and without it.
 """
 
 from __future__ import annotations
@@ -319,7 +320,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--models", nargs="+", choices=SHAPES, default=["Llama 3 8B"], help="one model (%(default)s)")
-    parser.add_argument("--seconds", type=int, default=120, help="after these the process ends (%(default)s)")
+    parser.add_argument("--seconds", type=int, default=180, help="after these the process ends (%(default)s)")
     given = parser.parse_args()
     signal.alarm(given.seconds)
     until = time.monotonic() + given.seconds - LAST_CASE_SECONDS
