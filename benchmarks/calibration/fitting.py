@@ -35,7 +35,6 @@ class Work(NamedTuple):
 
     kv_bytes: int
     row_tiles: float
-    reads: int
     tiles_per_cta: int
     output_tiles_per_cta: int
     splits: int
@@ -92,7 +91,6 @@ def _samples(
             "q_item_bytes": 2,
             "head_dim": row.head_dim,
             "rows": tiling.rows,
-            "used_rows": -(-shape.rows // tiling.row_tiles),
             "tile_tokens": tiling.tile_tokens,
             "resident": launch["resident"],
             "multiprocessors": device.multiprocessors,

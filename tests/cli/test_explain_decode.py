@@ -24,15 +24,15 @@ SHAPE = ["--batch", "8", "--q-len", "4", "--kv-len", "16384", "--heads-q", "64",
 
 def test_the_kernel_its_grid_and_its_time_are_told(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
     out = run(capsys, *arguments, *SHAPE, "--backend", "hopper", "--dtype-kv", "e4m3", "--sm", 90)
-    assert "kernel     decode_e4m3_d128_rows16_sm90a\n" in out
-    assert "4 query tokens x 8 query heads per KV head in 2 row tiles of 16" in out
+    assert "kernel     decode_e4m3_d128_rows64_sm90a\n" in out
+    assert "4 query tokens x 8 query heads per KV head in 1 row tile of 64" in out
     assert "\nsplits     " in out
     assert re.search(r"\npredicted  [\d.]+ us on H200, limited by ", out)
 
 
 def test_details_come_with_the_candidates(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
     out = run(capsys, *arguments, *SHAPE, "--backend", "hopper", "--dtype-kv", "e4m3", "--candidates")
-    assert "\nrows  32 in 2 x 16\n" in out
+    assert "\nrows  32 in 1 x 64\n" in out
     assert re.search(r"\ntime  [\d.]+ us: [\d.]+ to the first byte \+ ", out)
 
 
@@ -87,7 +87,7 @@ def test_a_gpu_that_was_not_calibrated_says_whose_constants_it_has(
 ) -> None:
     out = " ".join(run(capsys, *arguments, "--sm", 90, "--gpu", "NVIDIA H100 80GB HBM3", "--candidates").split())
     assert "launches on NVIDIA H200" in out
-    assert "here with 2.9 TB/s, as none on an H100 is in the fit" in out
+    assert "here with 3 TB/s, as none on an H100 is in the fit" in out
 
 
 def test_why_a_kernel_does_not_fit_is_in_the_json(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
@@ -121,7 +121,7 @@ def test_a_kernel_that_was_not_run_is_explained_by_name(
 
 def test_a_named_gpu_has_its_own_constants(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
     told = record(capsys, *arguments, "--sm", 90, "--gpu", "NVIDIA H100 80GB HBM3")
-    assert (told["costs"]["gpu"], told["costs"]["read_tb_per_s"]) == ("H100", 2.9)
+    assert (told["costs"]["gpu"], told["costs"]["read_tb_per_s"]) == ("H100", 3.0)
 
 
 def test_batch_invariant_states_its_splits(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:

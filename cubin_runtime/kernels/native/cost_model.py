@@ -2,9 +2,8 @@
 
     time = launch + kernel's start + max(DRAM, L2, tiles and output tiles) + merge
 
-``DRAM`` reads every key and value once, or several times where row tiles that read the same ones run one after the
-other; ``L2`` brings them to the multiprocessors once per row tile; ``tiles`` is the CTA with the most KV tiles at the
-pace of its kernel; ``merge`` grows with the splits of an output tile. A kernel's
+``DRAM`` reads every key and value once; ``L2`` brings them to the multiprocessors once per row tile; ``tiles`` is the
+CTA with the most KV tiles at the pace of its kernel; ``merge`` grows with the splits of an output tile. A kernel's
 start and pace depend on how many of its CTAs share a multiprocessor: two start later, each is slower, both together are
 faster. A cluster that has an output tile for itself starts earlier, as there is no tile space to divide, and merges
 sooner; where few CTAs run, each gets more of the bandwidth, up to a limit. To calibrate, time a kernel on cases of few
@@ -28,8 +27,6 @@ _BYTES_PER_US = 1e6  # of one TB/s
 _MULTIPROCESSORS = 132
 # Kernels of at least this many rows multiply with warpgroups.
 _WARPGROUP_ROWS = 64
-# What ``e4m3_row_us`` refers to, and the rows that ``output_tile_us`` includes.
-_ROW_COLUMNS, _INCLUDED_ROWS = 128, 8
 _NO_CONSTANTS = ("gpu", "calibration", "kernels")
 _OF_KERNELS = ("start_us", "tile_us", "output_tile_us")
 
@@ -42,12 +39,10 @@ class Costs:
     ``merge_us`` is for up to ``merge_parts`` splits of up to ``merge_cells`` numbers (rows times head_dim); the
     time of more is proportional. ``cluster_saved_us`` is by how much earlier a cluster starts, ``alone_saved_us`` that
     of a single request, which looks at no other length, ``cluster_merge_us`` the time of its merge, ``cta_tb_per_s``
-    the most bandwidth of one CTA when few run; a tile of warpgroups takes at least ``cluster_least_share`` of its time,
-    and one of e4m3 in other kernels ``e4m3_least_share``. Where warpgroups convert e4m3, each row of an output tile
-    beyond 8 adds ``e4m3_row_us``, which is for 128 columns; it goes by their square. Predictions that differ by less
-    than the fraction ``equal_within`` count as equal. Neighbouring CTAs read up to ``max_cta_group_size`` KV heads side
-    by side, if at most one CTA in ``idle_share`` idles because of that; as many may idle so that work ranges end at
-    boundaries of output tiles.
+    the most bandwidth of one CTA when few run; a tile of warpgroups takes at least ``cluster_least_share`` of its time.
+    Predictions that differ by less than the fraction ``equal_within`` count as equal. Neighbouring CTAs read up to
+    ``max_cta_group_size`` KV heads side by side, if at most one CTA in ``idle_share`` idles because of that; as many
+    may idle so that work ranges end at boundaries of output tiles.
     """
 
     gpu: str
@@ -63,8 +58,6 @@ class Costs:
     cluster_merge_us: float
     cta_tb_per_s: float
     cluster_least_share: float
-    e4m3_least_share: float
-    e4m3_row_us: float
     equal_within: float
     max_cta_group_size: int
     idle_share: int
@@ -104,14 +97,13 @@ class Costs:
 
 
 class Estimate(NamedTuple):
-    """The terms of a predicted time, in microseconds, and how many times keys and values are read from DRAM."""
+    """The terms of a predicted time, in microseconds."""
 
     fixed_us: float
     dram_us: float
     l2_us: float
     tiles_us: float
     merge_us: float
-    reads: int = 1
 
     @property
     def microseconds(self) -> float:
@@ -141,16 +133,14 @@ H200 = Costs(
     cluster_saved_us=0.12,
     alone_saved_us=1.2,
     cluster_merge_us=0.3,
-    cta_tb_per_s=0.082,
+    cta_tb_per_s=0.0897,
     cluster_least_share=0.41,
-    e4m3_least_share=0.6,
-    e4m3_row_us=0.08,
     equal_within=0.02,
     max_cta_group_size=8,
     idle_share=32,
     kernels=HashedOnce(H200_KERNELS),
 )
-H100 = replace(H200, gpu="H100", read_tb_per_s=2.9)
+H100 = replace(H200, gpu="H100", read_tb_per_s=3.0)
 # Where nothing was measured: the order of the kernels counts, not the time.
 OTHER = replace(H100, gpu="any other GPU")
 
@@ -214,7 +204,6 @@ class Pace(NamedTuple):
         self,
         kv_bytes: int,
         row_tiles: float,
-        reads: int,
         tiles_per_cta: int,
         output_tiles_per_cta: int,
         splits: int,
@@ -227,7 +216,6 @@ class Pace(NamedTuple):
         Args:
             kv_bytes: every key and value once.
             row_tiles: how many times they are read (a mean).
-            reads: how many times from DRAM.
             tiles_per_cta: the most that a CTA gets.
             output_tiles_per_cta: the output tiles of such a CTA.
             splits: the most splits of an output tile.
@@ -244,11 +232,10 @@ class Pace(NamedTuple):
             merge = self.cluster_merge_us if in_clusters else self.merge_us * max(1.0, splits / self.merge_parts)
         return Estimate(
             start,
-            kv_bytes * reads / self.read_bytes_per_us,
+            kv_bytes / self.read_bytes_per_us,
             kv_bytes * row_tiles / self.l2_bytes_per_us,
             tiles_per_cta * tile + output_tiles_per_cta * self.output_tile_us,
             merge,
-            reads,
         )
 
 
@@ -259,7 +246,6 @@ def pace_of(
     q_item_bytes: int,
     head_dim: int,
     rows: int,
-    used_rows: int,
     tile_tokens: int,
     resident: int,
     multiprocessors: int,
@@ -267,19 +253,13 @@ def pace_of(
 ) -> Pace:
     """The pace of a kernel of ``rows`` rows and tiles of ``tile_tokens``, ``resident`` CTAs on each multiprocessor.
 
-    ``used_rows`` are those of an output tile that exist, at most.
-
     Raises:
         UsageError: the constants have no kernel for such items.
     """
     start, tile, output_tile = costs.kernel_us(item_bytes, head_dim, rows, resident, q_item_bytes, segments)
-    # One CTA's bandwidth is limited even when few run; products of warpgroups, and converting e4m3, need a share of the
-    # time.
+    # One CTA's bandwidth is limited even when few run, and warpgroups need a share of the time for their products.
     alone = 2 * 64 * head_dim * item_bytes / (costs.cta_tb_per_s * _BYTES_PER_US)
-    is_wide, is_e4m3 = rows >= _WARPGROUP_ROWS, item_bytes == 1
-    share = costs.cluster_least_share if is_wide else costs.e4m3_least_share * is_e4m3
-    if is_wide and is_e4m3 and q_item_bytes > 1:
-        output_tile += costs.e4m3_row_us * (head_dim / _ROW_COLUMNS) ** 2 * max(0, used_rows - _INCLUDED_ROWS)
+    share = costs.cluster_least_share if rows >= _WARPGROUP_ROWS else 0.0
     of_tile = tile_tokens / 64
     return Pace(
         start_us=costs.launch_us + start,

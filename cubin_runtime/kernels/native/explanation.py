@@ -151,15 +151,7 @@ def _candidate_record(candidate: Candidate) -> dict[str, object]:
     stated, time = {"kernel": candidate.kernel.name, "traits": dict(candidate.kernel.traits)}, candidate.estimate
     if candidate.unfit:
         return stated | {"fits": False, "why_not": candidate.unfit}
-    terms = (
-        {
-            "microseconds": time.microseconds,
-            "terms": {name: us for name, us in time._asdict().items() if name.endswith("_us")},
-            "limit": time.limit,
-        }
-        if time
-        else {}
-    )
+    terms = {"microseconds": time.microseconds, "terms": time._asdict(), "limit": time.limit} if time else {}
     return stated | {"fits": True, **candidate.record(), **terms}
 
 

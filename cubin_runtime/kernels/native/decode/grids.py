@@ -18,13 +18,14 @@ SEGMENTS = "segments"
 # A CTA may have so many keys beyond an equal share if then no output tile is split: that costs less than a merge. With
 # few output tiles there would be CTAs without work. Clusters save the merge through memory altogether.
 _SLACK_TOKENS, _FEW_SLACK_TOKENS, _CLUSTER_SLACK_TOKENS = 1024, 256, 2048
-# Where output tiles are so few that the largest clusters leave CTAs over, an equal share of all is sooner faster.
-_LARGEST_CLUSTER_SLACK_TOKENS = 1408
-# Keys of requests below the bound, for which a launch is chosen too.
-_SHORTER_TOKENS = (128, 1024)
 # Splits of an output tile where output tiles are so few that all CTAs would make more: to merge those takes longer than
 # to read the keys, where the bound is far above the lengths.
 _FEW_SPLITS = (16, 32, 48)
+# Up to this bound a single request's cluster counts as starting sooner: under a longer one it would be chosen for short
+# requests, and lose too much in long ones.
+_ALONE_TOKENS = 16384
+# Keys of requests below the bound, for which a launch is chosen too.
+_SHORTER_TOKENS = (128, 1024)
 # One cluster in so many may idle so that, where requests are long, ranges end at boundaries of output tiles.
 _CLUSTER_IDLE_SHARE = 32
 # Shared memory that the driver keeps for itself in each resident block (CUDA programming guide).
@@ -69,8 +70,7 @@ class Tiling(NamedTuple):
     ``group_sizes`` are the numbers of KV heads that CTAs
     can read side by side, largest first; with ``shares_lines``, heads have cache lines of 128 bytes in common.
     ``paces`` are for one CTA on a multiprocessor, then for two, and so on; none starts before ``least_start_us``, but
-    for the clusters of a single request. Keys and values of up to ``kept_bytes`` are still in the L2 when CTAs come to
-    the next row tiles.
+    for the clusters of a single request.
     """
 
     rows: int
@@ -85,7 +85,6 @@ class Tiling(NamedTuple):
     group_sizes: tuple[int, ...]
     shares_lines: bool
     paces: tuple[Pace, ...]
-    kept_bytes: int
     least_start_us: float
 
 
@@ -101,8 +100,6 @@ def tiling_of(kernel: NativeKernel, shape: DecodeShape, part: Part, device: Devi
     by_shared = device.shared_bytes_per_multiprocessor // (kernel.dynamic_shared_bytes + _RESERVED_SHARED_BYTES)
     resident = max(1, min(by_shared, trait_of(kernel, "ctas_per_multiprocessor")))
     rows, tile_tokens = trait_of(kernel, "rows"), trait_of(kernel, "tile_tokens")
-    request_rows = min(shape.rows, part.max_rows)
-    row_tiles = max(1, -(-request_rows // rows))
     item_bytes, segments = BY_SHORT[shape.dtype].nbytes, kernel.traits["arithmetic"] == SEGMENTS
     paces = [
         pace_of(
@@ -111,7 +108,6 @@ def tiling_of(kernel: NativeKernel, shape: DecodeShape, part: Part, device: Devi
             q_item_bytes=BY_SHORT[shape.q_dtype or shape.dtype].nbytes,
             head_dim=shape.head_dim,
             rows=rows,
-            used_rows=-(-request_rows // row_tiles),
             tile_tokens=tile_tokens,
             resident=number,
             multiprocessors=device.multiprocessors,
@@ -124,7 +120,7 @@ def tiling_of(kernel: NativeKernel, shape: DecodeShape, part: Part, device: Devi
         tile_tokens=tile_tokens,
         resident=resident,
         tma=bool(kernel.traits["tma"]),
-        row_tiles=row_tiles,
+        row_tiles=max(1, -(-min(shape.rows, part.max_rows) // rows)),
         tiles=shape.tiles(tile_tokens),
         tile_bytes=2 * tile_tokens * shape.head_dim * item_bytes,
         splits=shape.segments if segments else shape.splits(tile_tokens),
@@ -133,7 +129,6 @@ def tiling_of(kernel: NativeKernel, shape: DecodeShape, part: Part, device: Devi
         # CTAs that read heads of one cache line drift apart if some have a multiprocessor for themselves.
         shares_lines=shape.head_dim * item_bytes < 128,
         paces=tuple(paces),
-        kept_bytes=2 * device.l2_bytes // 3,
         least_start_us=min([min(pace.start_us, pace.cluster_start_us) for pace in paces]),
     )
 
@@ -204,20 +199,15 @@ def _cluster_grid(tiling: Tiling, shape: DecodeShape, device: DeviceFacts) -> li
     splits = 1 << most.bit_length() - 1
     if splits == 1 and row_tiles > 1:  # row tiles that read the same keys would drift apart
         return []
-    clusters = whole = shape.batch * row_tiles
+    clusters = shape.batch * row_tiles
     if shape.batch > 1:
         # CTAs without a cluster find a place on any multiprocessor.
         most = (multiprocessors if splits == 1 else places) // (splits * shape.kv_heads)
         whole = most // clusters * clusters
         clusters = max(clusters, whole if (most - whole) * _CLUSTER_IDLE_SHARE <= most else most)
-    sizes = [(clusters, _CLUSTER_SLACK_TOKENS)]
-    if shape.batch > 1 and splits == CONSTANTS.decode_max_cluster_ctas:
-        sizes.append((whole, _LARGEST_CLUSTER_SLACK_TOKENS))
-    one, all_tiles = splits * shape.kv_heads, output_tiles * tiles
-    return [
-        Grid(one * number, 1, shape.kv_heads, row_tiles, all_tiles, splits, slack // tiling.tile_tokens)
-        for number, slack in sizes
-    ]
+    ctas = splits * shape.kv_heads * clusters
+    slack = _CLUSTER_SLACK_TOKENS // tiling.tile_tokens
+    return [Grid(ctas, 1, shape.kv_heads, row_tiles, output_tiles * tiles, splits, slack)]
 
 
 def _few_splits_grid(tiling: Tiling, extent: Extent, shape: DecodeShape, costs: Costs, whole: Grid) -> list[Grid]:
@@ -257,20 +247,15 @@ def estimate_of(tiling: Tiling, extent: Extent, grid: Grid, shape: DecodeShape, 
         tiles_per_cta = -(-all_tiles // grid.ctas)
         output_tiles_per_cta = min(tiles_per_cta, output_tiles_per_cta + (0 if even else 1))
     kv_heads_read = extent.requests * shape.kv_heads
-    kv_bytes, reads = kv_heads_read * tiles * tiling.tile_bytes, 1
-    if kv_bytes > tiling.kept_bytes:
-        # Row tiles that no CTAs of a group compute side by side, nor others at the same time.
-        reads = min(-(-grid.row_tiles // grid.cta_group_size), -(-output_tiles // grid.ctas))
     return tiling.paces[grid.resident - 1].estimate(
-        kv_bytes,
+        kv_heads_read * tiles * tiling.tile_bytes,
         output_tiles / kv_heads_read,
-        reads,
         tiles_per_cta,
         output_tiles_per_cta,
         splits,
         active,
         in_clusters,
-        shape.batch == 1 and grid.cluster_size > 1,
+        shape.batch == 1 and tiling.tiles * tiling.tile_tokens <= _ALONE_TOKENS,
     )
 
 

@@ -162,9 +162,7 @@ def _select(
             limit = min(limit, min([fit.microseconds for fit in fits]) * _FAR_SLOWER)
     if not every:
         raise UsageError(refusal(_explained(candidates, shape, part, device, costs), shape, device))
-    # Launches that are better for shorter requests alone are not worth reading all keys again at the bound.
-    once = every if shape.batch_invariant else [[fit for fit in fits if fit.estimate.reads == 1] for fits in every]
-    best = _best([fits for fits in once if fits] or every, shape, part, costs)
+    best = _best(every, shape, part, costs)
     return DecodeSelection(
         kernel=best.kernel,
         min_rows=part.min_rows,

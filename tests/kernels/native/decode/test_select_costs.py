@@ -35,8 +35,6 @@ COSTS = Costs(
     cluster_merge_us=1.0,
     cta_tb_per_s=0.16384,
     cluster_least_share=0.75,
-    e4m3_least_share=0.8,
-    e4m3_row_us=0.25,
     equal_within=0.02,
     max_cta_group_size=8,
     idle_share=32,
@@ -68,15 +66,12 @@ class Work(NamedTuple):
     output_tiles_per_cta: int = 0
     active_ctas: int = 1 << 20
     in_clusters: bool = False
-    used_rows: int = 8
-    reads: int = 1
     alone: bool = False
 
 
 SIZES = (
     "kv_bytes",
     "row_tiles",
-    "reads",
     "tiles_per_cta",
     "splits",
     "output_tiles_per_cta",
@@ -257,8 +252,6 @@ def test_constants_are_told_by_name() -> None:
         "cluster_merge_us": 1.0,
         "cta_tb_per_s": 0.16384,
         "cluster_least_share": 0.75,
-        "e4m3_least_share": 0.8,
-        "e4m3_row_us": 0.25,
         "equal_within": 0.02,
         "max_cta_group_size": 8,
         "idle_share": 32,
@@ -305,27 +298,6 @@ def test_a_cluster_of_a_single_request_starts_sooner() -> None:
     starts = [estimate(WORK._replace(in_clusters=True, alone=alone), COSTS).fixed_us for alone in (False, True)]
     assert starts == [3.5, 2.5]
     assert estimate(WORK._replace(alone=True), COSTS).fixed_us == 5.0
-
-
-@pytest.mark.parametrize(
-    ("rows", "item_bytes", "used_rows", "us"),
-    [(64, 1, 8, 0.0), (64, 1, 16, 2.0), (64, 1, 64, 14.0), (16, 1, 16, 0.0), (64, 2, 64, 0.0)],
-)
-def test_rows_of_warpgroups_over_e4m3_add_to_an_output_tile(
-    rows: int, item_bytes: int, used_rows: int, us: float
-) -> None:
-    work = WORK._replace(rows=rows, item_bytes=item_bytes, tiles_per_cta=0, output_tiles_per_cta=1)
-    without = estimate(work._replace(used_rows=0), COSTS).tiles_us
-    assert estimate(work._replace(used_rows=used_rows), COSTS).tiles_us - without == pytest.approx(us)
-
-
-def test_keys_that_are_read_twice_take_twice_as_long() -> None:
-    assert estimate(WORK._replace(reads=2), COSTS).dram_us == 50.0
-
-
-def test_a_tile_of_e4m3_takes_a_share_of_its_time_where_few_ctas_run() -> None:
-    few = WORK._replace(item_bytes=1, active_ctas=1)
-    assert estimate(few, COSTS).tiles_us == pytest.approx(20 * 0.8 * 0.5)
 
 
 def test_a_larger_tile_takes_a_cta_the_time_of_its_tokens() -> None:

@@ -133,17 +133,9 @@ def test_batch_invariance_has_all_ctas() -> None:
     assert chosen(batch=1, kv_heads=1, max_seq_len=1 << 17, batch_invariant=True).ctas > 48
 
 
-@pytest.mark.parametrize(("batch", "kv_heads", "times"), [(512, 1, 2), (64, 1, 1), (512, 8, 1)])
-def test_row_tiles_read_the_keys_again_where_they_run_one_after_the_other(
-    batch: int, kv_heads: int, times: int
-) -> None:
-    """Two row tiles of 800 keys: two rounds of CTAs; all at once; side by side in a CTA group."""
-    shape = replace(SHAPE, batch=batch, kv_heads=kv_heads, q_len=2, group=8, max_seq_len=800)
-    tiling = tiling_of(decode_kernel(), shape, EVERY, H100, OTHER)
-    extent = extent_of(tiling, shape, EVERY)
-    grid = grids_of(tiling, extent, shape, H100, OTHER)[-1]
-    once = batch * kv_heads * tiling.tiles * tiling.tile_bytes / tiling.paces[0].read_bytes_per_us
-    assert estimate_of(tiling, extent, grid, shape, tiling.tiles).dram_us == pytest.approx(times * once)
+@pytest.mark.parametrize(("max_seq_len", "cluster_size"), [(1 << 14, 8), (1 << 15, 0)])
+def test_a_single_request_has_a_cluster_while_its_bound_is_short(max_seq_len: int, cluster_size: int) -> None:
+    assert chosen(batch=1, kv_heads=1, max_seq_len=max_seq_len).cluster_size == cluster_size
 
 
 def test_batch_invariance_has_no_clusters() -> None:
@@ -210,22 +202,3 @@ def test_a_window_limits_the_tiles(window_left: int, q_len: int, ctas: int) -> N
 def test_a_window_never_reads_more(shape: DecodeShape, window_left: int, tile: int) -> None:
     narrow = replace(shape, window_left=window_left)
     assert narrow.kv_tokens(tile) <= replace(narrow, window_left=window_left + 1).kv_tokens(tile) <= shape.max_seq_len
-
-
-@pytest.mark.parametrize(("max_seq_len", "is_apart"), [(1 << 13, False), (1 << 14, True)])
-def test_two_requests_of_one_kv_head_have_clusters_until_all_ctas_are_faster(max_seq_len: int, is_apart: bool) -> None:
-    """At the bound; where requests are shorter, the same launch has clusters."""
-    shape = replace(SHAPE, batch=2, kv_heads=1, max_seq_len=max_seq_len)
-    fit = fit_of(chosen(batch=2, kv_heads=1, max_seq_len=max_seq_len))
-    extent = extent_of(fit.tiling, shape, EVERY)
-    merges = [
-        estimate_of(fit.tiling, extent, fit.grid, shape, tiles).merge_us for tiles in (fit.tiling.tiles, 1024 // 64)
-    ]
-    assert fit.grid.cluster_size == 8
-    assert [us > OTHER.cluster_merge_us for us in merges] == [is_apart, False]
-
-
-def test_keys_are_not_read_again_for_the_sake_of_shorter_requests() -> None:
-    """Two row tiles of 16 suit short requests of 32 rows better than one of 64, while 256 requests fit into the L2."""
-    form = {"dtype": "e4m3", "q_dtype": "bf16", "group": 8, "q_len": 4, "kv_heads": 1, "batch": 256}
-    assert [fit_of(chosen(**form, max_seq_len=bound)).grid.row_tiles for bound in (200, 800)] == [2, 1]
