@@ -120,8 +120,10 @@ class StructLayout:
     _apart: tuple[tuple[int, PlacedField], ...] = field(repr=False, compare=False)
 
     @classmethod
-    def declare(cls, name: str, fields: Sequence[Field], tensor_map_alignment: int = 64) -> StructLayout:
-        """Place ``fields`` in order. ``tensor_map_alignment``: 128 where CUtensorMap is CUDA 13's, 64 before.
+    def declare(cls, name: str, fields: Sequence[Field | PlacedField], tensor_map_alignment: int = 64) -> StructLayout:
+        """Place ``fields`` in order, those of another layout anew.
+
+        ``tensor_map_alignment``: 128 where CUtensorMap is CUDA 13's, 64 before.
 
         Raises:
             UsageError: a name is no C identifier or occurs twice, a type is unknown, or there is no ``Field``.
@@ -133,7 +135,7 @@ class StructLayout:
         placed: dict[str, PlacedField] = {}
         offset, widest = 0, 1
         for item in fields:
-            if not isinstance(item, Field):
+            if not isinstance(item, Field | PlacedField):
                 raise UsageError(f"struct {name!r}: fields: got {type(item).__name__}, expected Field(name, type)")
             if not _IDENTIFIER.match(item.name) or item.name in placed:
                 raise UsageError(f"{name}.{item.name}: expected a C identifier that occurs once")
