@@ -38,8 +38,8 @@ def figures(report: Report) -> str:
     threads, processes = pools["threads_s"], pools["processes_s"]
     return "\n\n".join(
         (
-            f"{machine['cores']} cores ({machine['cpu']}), shared with other work (one-minute load {min(loads):.1f} to "
-            f"{max(loads):.1f}); {report['date'][:10]}. Medians of {len(report['rounds'])} rounds, both clients "
+            f"{machine['cores']} cores ({machine['cpu']}), one-minute load before each round {min(loads):.1f} to "
+            f"{max(loads):.1f}; {report['date'][:10]}. Medians of {len(report['rounds'])} rounds, both clients "
             f"fetched {versions['files']:,} files, {versions['bytes'] / 1e9:.2f} GB.{_said(report)}",
             table(("", versions["peer"].replace("==", " "), "cubin-runtime"), lines),
             f"Threads in one process take {pools['threads_over_processes']:.2f} times as long as worker processes "
