@@ -43,7 +43,7 @@ test-install: .venv/.ready ## The ways to install, in clean environments and a r
 	@$(VENV) tools/try_install.py
 
 # One thread each in numpy and torch: threads of one process that wait in loops take the cores from the others.
-test: .venv/.ready ## The tests that need no GPU, no torch and no published release (14 minutes of CPU time)
+test: .venv/.ready ## The tests that need no GPU, no torch and no published release (10 minutes of CPU time)
 	@OPENBLAS_NUM_THREADS=1 $(VENV) -m pytest -n auto -m "not torch and not release"
 
 .PHONY: test-private
