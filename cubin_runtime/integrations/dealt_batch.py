@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from ..attention.gqa import paged_decode
 from ..attention.merge import merge_states
 from ..attention.prefill import context_attention
-from ..errors import UsageError, WorkspaceError
-from .paged_batch import DealtBatch, LayerOptions, Part, decodes_directly
+from ..errors import UsageError
+from .paged_batch import DealtBatch, LayerOptions, Part, decodes_directly, launch_part
 
 
 class Ranks(NamedTuple):
@@ -56,15 +56,14 @@ def attend_dealt(
     cached = [part for part in (decodes, prompts if batch.has_context else None) if part is not None and part.rows]
     done: Any = None
     if cached:
-        end = cached[-1].first_row + cached[-1].rows
+        end = cached[-1].where.stop
         done = ranks.combine(
             *_over_own_keys(ranks.gather(q[:end]), k_cache, v_cache, kv_layout, batch, cached, options)
         )
     if decodes is not None and decodes.rows:
-        rows = slice(decodes.first_row, decodes.first_row + decodes.rows)
-        out[rows].copy_(done[0][rows])
+        out[decodes.where].copy_(done[0][decodes.where])
     if prompts is not None and prompts.rows:
-        rows = slice(prompts.first_row, prompts.first_row + prompts.rows)
+        rows = prompts.where
         context = None if not batch.has_context else (done[0][rows], done[1][rows])
         _over_new_keys(q[rows], new_keys[rows], new_values[rows], prompts, context, options, out[rows])
 
@@ -85,7 +84,6 @@ def _over_own_keys(
     lse = torch.empty(queries.shape[:2], dtype=torch.float32, device=queries.device)
     kv_heads = k_cache.shape[1 if kv_layout == "HND" else 2]
     for part in parts:
-        rows = slice(part.first_row, part.first_row + part.rows)
         shared = {
             "max_seq_len": part.max_seq_len,
             "softmax_scale": options.softmax_scale,
@@ -94,7 +92,7 @@ def _over_own_keys(
             "kv_layout": kv_layout,
         }
         pages = {"page_table": part.table, "seq_lens": part.lengths, "logit_soft_cap": options.soft_cap}
-        q, result, sums = queries[rows], out[rows], lse[rows]
+        q, result, sums = queries[part.where], out[part.where], lse[part.where]
         if part is not batch.decodes:
             of_prompts = {"q_cu_seq_lens": part.sums, "max_q_len": part.max_q_len, "causal": False}
             launch = partial(context_attention, q, k_cache, v_cache, **pages, **of_prompts)
@@ -103,7 +101,7 @@ def _over_own_keys(
         else:
             q, result, sums = (states.unsqueeze(1) for states in (q, result, sums))
             launch = partial(context_attention, q, k_cache, v_cache, **pages)
-        _launch(launch, part, options, out=result, lse=sums, **shared)
+        launch_part(launch, part, options, out=result, lse=sums, **shared)
     return out, lse
 
 
@@ -126,22 +124,10 @@ def _over_new_keys(
         softmax_scale=options.softmax_scale,
         logit_soft_cap=options.soft_cap,
     )
-    _launch(launch, part, options, out=out, lse=lse)
+    launch_part(launch, part, options, out=out, lse=lse)
     if context is not None:
         v_other, s_other = context
-        _launch(partial(merge_states, out, lse, v_other=v_other, s_other=s_other), part, options, out=out)
-
-
-def _launch(launch: Callable[..., Any], part: Part, options: LayerOptions, **given: Any) -> None:
-    scratch = options.scratch
-    workspace = None if scratch is None else scratch.of_launch(part.table.shape[0], part.rows, part.max_seq_len)
-    try:
-        launch(workspace=workspace, **given)
-    except WorkspaceError:
-        if workspace is None:
-            raise
-        # A launch that readiness did not foresee has scratch of its own.
-        launch(**given)
+        launch_part(partial(merge_states, out, lse, v_other=v_other, s_other=s_other), part, options, out=out)
 
 
 def hold_a_dealt_step(q: Any, world: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -34,6 +35,11 @@ class Part(NamedTuple):
     sums: Any
     max_q_len: int
     max_seq_len: int
+
+    @property
+    def where(self) -> slice:
+        """Its rows among those of the step."""
+        return slice(self.first_row, self.first_row + self.rows)
 
 
 @dataclass
@@ -92,7 +98,6 @@ def attend(
     for part in (batch.decodes, batch.prefills):
         if part is None or part.rows == 0:
             continue
-        rows = slice(part.first_row, part.first_row + part.rows)
         shared = {
             "max_seq_len": part.max_seq_len,
             "softmax_scale": options.softmax_scale,
@@ -105,7 +110,7 @@ def attend(
             "q_cu_seq_lens": part.sums,
             "max_q_len": None if part.sums is None else part.max_q_len,
         }
-        queries, result = q[rows], out[rows]
+        queries, result = q[part.where], out[part.where]
         kv_heads = k_cache.shape[1 if kv_layout == "HND" else 2]
         direct = part is batch.decodes and decodes_directly(q.shape[1], kv_heads, q.shape[2], k_cache.dtype, options)
         # As many tokens of each request need no running sums, and the decode of one token no dimension for it.
@@ -116,15 +121,20 @@ def attend(
         else:
             pages = {"page_table": part.table, "seq_lens": part.lengths, "logit_soft_cap": options.soft_cap}
             launch = partial(context_attention, queries, k_cache, v_cache, **pages)
-        of_launch = (part.table.shape[0], part.rows, part.max_seq_len)
-        workspace = None if options.scratch is None else options.scratch.of_launch(*of_launch)
-        try:
-            launch(out=result, workspace=workspace, **shared)
-        except WorkspaceError:
-            if workspace is None:
-                raise
-            # A launch that readiness did not foresee has scratch of its own.
-            launch(out=result, **shared)
+        launch_part(launch, part, options, out=result, **shared)
+
+
+def launch_part(launch: Callable[..., Any], part: Part, options: LayerOptions, **given: Any) -> None:
+    """Launch in the scratch that layers share."""
+    scratch = options.scratch
+    workspace = None if scratch is None else scratch.of_launch(part.table.shape[0], part.rows, part.max_seq_len)
+    try:
+        launch(workspace=workspace, **given)
+    except WorkspaceError:
+        if workspace is None:
+            raise
+        # A launch that readiness did not foresee has scratch of its own.
+        launch(**given)
 
 
 def check_layer(head_size: int, value_size: int, heads: int, kv_heads: int) -> None:

@@ -132,11 +132,9 @@ def _plans(
     """Plans like those of all steps, on a cache of one page."""
     heads, size = q.shape[1:]
     k_cache, v_cache = _page(q, kv_heads, page_size, kv_layout, cache_dtype)
+    table, lengths = _tables(q, page_size, limits)
     most = max(limits.requests, limits.tokens)
     queries = q.new_empty(most, heads, size)
-    columns = -(-limits.keys // page_size)
-    table = torch.zeros(limits.requests, columns, dtype=torch.int32, device=q.device)
-    lengths = torch.zeros(limits.requests + 1, dtype=torch.int32, device=q.device)
     shared = {
         "max_seq_len": limits.keys,
         "softmax_scale": options.softmax_scale,
@@ -179,6 +177,12 @@ def _page(q: Any, kv_heads: int, page_size: int, kv_layout: str, cache_dtype: to
     return q.new_zeros(shape).to(cache_dtype).split(size, dim=-1)
 
 
+def _tables(q: Any, page_size: int, limits: Limits) -> tuple[Any, Any]:
+    """A page table of the most requests, and as many lengths or running sums."""
+    table = torch.zeros(limits.requests, -(-limits.keys // page_size), dtype=torch.int32, device=q.device)
+    return table, torch.zeros(limits.requests + 1, dtype=torch.int32, device=q.device)
+
+
 def _dealt_plans(
     q: Any,
     kv_heads: int,
@@ -192,10 +196,9 @@ def _dealt_plans(
     """Plans like those of all steps over keys that are dealt to ranks, on a cache of one page."""
     heads, size = q.shape[1:]
     k_cache, v_cache = _page(q, kv_heads, page_size, kv_layout, cache_dtype)
+    table, lengths = _tables(q, page_size, limits)
     queries, own, new_keys = (q.new_empty(limits.tokens, count, size) for count in (world * heads, heads, kv_heads))
     sums, own_sums = (torch.empty(part.shape[:2], dtype=torch.float32, device=q.device) for part in (queries, own))
-    table = torch.zeros(limits.requests, -(-limits.keys // page_size), dtype=torch.int32, device=q.device)
-    lengths = torch.zeros(limits.requests + 1, dtype=torch.int32, device=q.device)
     shared: dict[str, Any] = {"max_seq_len": limits.keys, "softmax_scale": options.softmax_scale}
     shared |= {"k_scale": options.k_scale, "v_scale": options.v_scale, "kv_layout": kv_layout}
     most = min(limits.requests, limits.tokens)
