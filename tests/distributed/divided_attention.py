@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import time
 from dataclasses import dataclass
 from typing import Any
 from weakref import ref
@@ -192,4 +193,8 @@ def left_of_a_merge(rank: int, exchange: str) -> bool:
         steps = merge.steps(out)
     gone = [ref(merge._buffers), ref(merge.out.untyped_storage()), ref(out)]
     del merge, out, steps
-    return any(reference() is not None for reference in gone)
+    # gloo's own thread lets go of a finished exchange shortly after the wait for it has returned.
+    deadline = time.monotonic() + 5
+    while (is_left := any(reference() is not None for reference in gone)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return is_left
