@@ -60,8 +60,10 @@ def fetch(
         target: a pin's name (``"trtllm-gen-0.6.13"``), a folder in a release, or the path of one file.
         sm: only kernels that run on this device, for example 100 or ``"sm_90"``.
         family: only this family (``"fmha"``) or use (``"decode"``, ``"prefill"``); one or several.
-        dtype: only kernels with this type of Q, K, V or output, for example ``"bf16"``; one or several.
-        head_dim: only kernels with this head dimension; one or several.
+        dtype: only kernels with this type of Q, K, V or output, for example ``"bf16"``, or for any type (appending,
+            draft masks); one or several.
+        head_dim: only kernels with this head dimension (in a latent cache that of its rows or values), or for any
+            (appending, merging, draft masks); one or several.
         match: only files or symbols that match this glob, case-sensitive; one or several.
         jobs: how many files are fetched at a time.
         dry_run: compare with the store and fetch nothing but the manifest and the metadata.

@@ -67,14 +67,16 @@ DtypeOption = Annotated[
     typer.Option(
         "--dtype",
         metavar="TYPE",
-        help="Only kernels with this Q, K, V or output type.",
+        help="Only kernels with this Q, K, V or output type, or for any type.",
         show_default=False,
         autocompletion=completion.dtypes,
     ),
 ]
 HeadDimOption = Annotated[
     list[int] | None,
-    typer.Option("--head-dim", metavar="N", help="Only kernels with this head dimension.", show_default=False),
+    typer.Option(
+        "--head-dim", metavar="N", help="Only kernels with this head dimension, or for any.", show_default=False
+    ),
 ]
 MatchOption = Annotated[
     list[str] | None,

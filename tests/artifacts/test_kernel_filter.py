@@ -5,7 +5,7 @@ from types import MappingProxyType
 
 import pytest
 
-from cubin_runtime.artifacts.tables.kernel_filter import KernelFilter, dtype_name
+from cubin_runtime.artifacts.tables.kernel_filter import KernelFilter, dtype_name, is_stated
 from cubin_runtime.artifacts.tables.metadata import COLUMNS, KernelMeta
 from cubin_runtime.artifacts.tables.native_kernels import NativeKernel
 from cubin_runtime.errors import UsageError
@@ -94,6 +94,30 @@ def test_head_dim_looks_at_both_sizes_and_not_at_a_blocks_share(size: int, kept:
 def test_head_dim_of_native_kernels_comes_from_their_traits() -> None:
     assert KernelFilter(head_dims=(128,)).keeps(OWN)
     assert not KernelFilter(head_dims=(64,)).keeps(OWN)
+
+
+@pytest.mark.parametrize("wanted", [KernelFilter(dtypes=("bf16",)), KernelFilter(head_dims=(128,))])
+def test_a_kernel_that_states_no_type_or_head_size_serves_all(wanted: KernelFilter) -> None:
+    assert wanted.keeps(replace(OWN, traits=MappingProxyType({"quantise": ""})))
+
+
+@pytest.mark.parametrize(("size", "kept"), [(576, True), (512, True), (64, False)])
+def test_head_dim_of_a_latent_cache_is_that_of_its_rows_and_of_its_values(size: int, kept: bool) -> None:
+    latent = replace(OWN, traits=MappingProxyType({"latent": 512, "rope": 64}))
+    assert KernelFilter(head_dims=(size,)).keeps(latent) is kept
+
+
+@pytest.mark.parametrize(
+    ("wanted", "stated"),
+    [
+        (KernelFilter(), True),
+        (KernelFilter(dtypes=("bf16",), head_dims=(128,)), True),
+        (KernelFilter(dtypes=("e2m1",)), False),
+        (KernelFilter(dtypes=("bf16",), head_dims=(96,)), False),
+    ],
+)
+def test_a_value_that_no_kernel_states_is_known(wanted: KernelFilter, stated: bool) -> None:
+    assert is_stated(wanted, [replace(OWN, traits=MappingProxyType({})), OWN]) is stated
 
 
 @pytest.mark.parametrize(

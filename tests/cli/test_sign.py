@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from datetime import datetime, tzinfo
 from pathlib import Path
 
 import pytest
 from releases import Release
 
+from cubin_runtime.artifacts.pins import signed_statement, signing
 from cubin_runtime.artifacts.pins.pin import parse_pins
 from cubin_runtime.cli import main
 
@@ -84,10 +86,30 @@ def test_several_keys_sign_for_a_rotation(checked: Release, key: Path, monkeypat
         assert main(["list"]) == 0
 
 
-def test_an_expired_file_is_refused(checked: Release, key: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert sign(checked, key, "--expires", "2001-01-01T00:00:00Z") == 0
+class InTheNextCentury(datetime):
+    @classmethod
+    def now(cls, tz: tzinfo | None = None) -> datetime:
+        return datetime(2100, 1, 1, tzinfo=tz)
+
+
+def test_an_expired_file_is_refused(
+    checked: Release, key: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert sign(checked, key, "--expires", "2099-12-31T00:00:00Z") == 0
+    monkeypatch.setattr(signed_statement, "datetime", InTheNextCentury)
     assert main(["list"]) == 3
     assert "expired" in capsys.readouterr().err
+
+
+def test_signing_again_refuses_an_expiry_that_has_passed(
+    checked: Release, key: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert sign(checked, key, "--expires", "2099-12-31T00:00:00Z") == 0
+    monkeypatch.setattr(signing, "datetime", InTheNextCentury)
+    before = checked.pin_file.read_bytes()
+    assert sign(checked, key) == 2
+    assert "expires 2099-12-31T00:00:00+00:00: is past" in capsys.readouterr().err
+    assert checked.pin_file.read_bytes() == before
 
 
 @pytest.mark.parametrize(
@@ -95,6 +117,7 @@ def test_an_expired_file_is_refused(checked: Release, key: Path, capsys: pytest.
     [
         (["--expires", "tomorrow"], 2, "expected a time with its zone"),
         (["--expires", "2099-12-31T00:00:00"], 2, "expected a time with its zone"),
+        (["--expires", "2001-01-01T00:00:00Z"], 2, "expires 2001-01-01T00:00:00+00:00: is past"),
         (["--version", "1"], 2, "states 2 already"),
         (["--key", "none.key"], 3, "private key cannot be read"),
     ],

@@ -6,7 +6,7 @@ import base64
 import os
 import re
 from collections.abc import Sequence
-from datetime import datetime
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -81,7 +81,7 @@ def sign_pin_file(
         file: the pin file; its ``[signed]`` table is replaced.
         keys: files of private keys (PEM, without a password); each signs.
         version: the version to state; None: one more than the file states, 1 if it states none.
-        expires: with a time zone; None: as the file states.
+        expires: a time to come, with a time zone; None: as the file states.
 
     Raises:
         UsageError: there is no key, or the version or the expiry is outside its domain.
@@ -103,6 +103,10 @@ def sign_pin_file(
     if said is not None and version < said.version:
         raise UsageError(f"version {version}: {file} states {said.version} already, and hosts refuse an older one")
     until = expires if expires is not None or said is None else said.expires
+    if until is not None and until <= datetime.now(timezone.utc):
+        raise UsageError(
+            f"expires {until.isoformat()}: is past, so that hosts would refuse the file; expected a later time"
+        )
     header = [f"[{STATEMENT}]", f'file = "{file.name}"', f"version = {version}"]
     if until is not None:
         header.append(f"expires = {until.isoformat()}")

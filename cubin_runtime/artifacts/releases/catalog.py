@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ...errors import CorruptError, CubinRuntimeError, StoreError, UsageError
 from ...values import dataclass
 from ..path import ArtifactPath
-from ..tables.kernel_filter import KernelFilter, KernelRow, architecture_of_name, why_nothing_passes
+from ..tables.kernel_filter import KernelFilter, KernelRow, architecture_of_name, is_stated, why_nothing_passes
 from ..tables.metadata import HEADER_PATH
 from ..tables.metadata_index import MetadataIndex, index_of_header
 from ..tables.native_kernels import FILE_NAME, NativeKernel, parse_native_kernels
@@ -61,7 +61,10 @@ class Catalog:
             return tuple(self)
         if wanted.needs_metadata and not self.has_metadata and (wanted.needs_rows or not self._names_targets()):
             raise UsageError(f"{self.manifest.folder}: has no kernel metadata, only globs (match) can filter it")
-        return tuple(entry for entry in self if self._keeps(wanted, entry))
+        entries = tuple(self)
+        if not is_stated(wanted, (entry.row for entry in entries if entry.row is not None)):
+            return ()
+        return tuple(entry for entry in entries if self._keeps(wanted, entry))
 
     def _names_targets(self) -> bool:
         return any(architecture_of_name(path.name) is not None for path in self.manifest.digests)

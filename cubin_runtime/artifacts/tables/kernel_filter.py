@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence, Set
 from fnmatch import fnmatchcase
 
 from ...errors import UsageError
@@ -36,7 +36,8 @@ class KernelFilter:
 
     ``sm`` is a device's number (100): kept is what runs there, exact and family targets alike. ``dtypes``
     looks at Q, K, V and output; ``head_dims`` at the QK and V head sizes; ``globs`` at file and symbol,
-    case-sensitive.
+    case-sensitive. A kernel that states no type or no head size serves all of them (appending, merging, draft
+    masks) and passes, so that what is fetched for a model is enough to run it.
     """
 
     sm: int | None = None
@@ -89,8 +90,8 @@ class KernelFilter:
         return (
             (self.sm is None or row.architecture.runs_on(self.sm))
             and (not self.families or not families_of(row).isdisjoint(self.families))
-            and (not self.dtypes or not dtypes_of(row).isdisjoint(self.dtypes))
-            and (not self.head_dims or not head_dims_of(row).isdisjoint(self.head_dims))
+            and _allows(self.dtypes, dtypes_of(row))
+            and _allows(self.head_dims, head_dims_of(row))
             and (not self.globs or any(self._fits(glob, row) for glob in self.globs))
         )
 
@@ -140,10 +141,28 @@ def dtypes_of(row: KernelRow) -> frozenset[str]:
 
 
 def head_dims_of(row: KernelRow) -> frozenset[int]:
-    """Head sizes of QK and V; for native kernels, all traits whose name starts with ``head_dim``."""
+    """Head sizes of QK and V; for native kernels, all traits whose name starts with ``head_dim``, or of a latent."""
     if isinstance(row, KernelMeta):
         return frozenset({row.head_dim_qk, row.head_dim_v})
+    latent, rope = row.traits.get("latent"), row.traits.get("rope")
+    if isinstance(latent, int) and isinstance(rope, int):
+        return frozenset({latent + rope, latent})
     return frozenset(v for key, v in row.traits.items() if key.startswith("head_dim") and isinstance(v, int))
+
+
+def _allows(asked: Collection[object], stated: Set[object]) -> bool:
+    return not asked or not stated or not stated.isdisjoint(asked)
+
+
+def is_stated(wanted: KernelFilter, rows: Iterable[KernelRow]) -> bool:
+    """Whether some kernel states a type that is asked for, and some kernel a head size; true where none is asked."""
+    dtypes, head_dims = set(wanted.dtypes), set(wanted.head_dims)
+    for row in rows if dtypes or head_dims else ():
+        if not dtypes.isdisjoint(dtypes_of(row)):
+            dtypes = set()
+        if not head_dims.isdisjoint(head_dims_of(row)):
+            head_dims = set()
+    return not dtypes and not head_dims
 
 
 def why_nothing_passes(wanted: KernelFilter, rows: Sequence[KernelRow]) -> str:
