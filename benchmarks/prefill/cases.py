@@ -68,3 +68,9 @@ def prefill_cases() -> Iterator[PrefillCase]:
     for kv_len in (8192, 32768):
         name = f"paged 64: 4 chunks of 512 of {kv_len}"
         yield PrefillCase("chunks", name, 128, (512,) * 4, (kv_len,) * 4, page=64, bar=1.15)
+    for requests, length, bar in ((16, 512, 1.0), (64, 128, 1.0), (256, 64, 1.0)):
+        name = f"{requests} prompts of {length} D 128"
+        yield PrefillCase("short", name, 128, (length,) * requests, (length,) * requests, bar=bar)
+    rng = random.Random(2)
+    short = tuple(rng.randrange(16, 513) for _ in range(64))
+    yield PrefillCase("short", "64 prompts of 16 to 512 D 128", 128, short, short, bar=1.0)

@@ -46,18 +46,18 @@ def cudnn_call(problem: PrefillProblem) -> Call | None:
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention
 
-    case = problem.case
-    if case.page or len(case.q_lens) > 1 or case.window_left >= 0:
+    case, batch = problem.case, len(problem.case.q_lens)
+    if case.page or len({*case.q_lens, *case.kv_lens}) > 1 or case.window_left >= 0:
         return None
     group = case.heads // case.kv_heads
     # torch wants [batch, heads, tokens, head_dim], and as many KV heads as query heads to be sure of cuDNN.
-    k, v = (side.repeat_interleave(group, 1).transpose(0, 1)[None].contiguous() for side in (problem.k, problem.v))
-    q = problem.q.transpose(0, 1)[None].contiguous()
+    k, v = (side.repeat_interleave(group, 1) for side in (problem.k, problem.v))
+    q, k, v = (side.unflatten(0, (batch, -1)).transpose(1, 2).contiguous() for side in (problem.q, k, v))
 
     def call() -> torch.Tensor:
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             result: Any = scaled_dot_product_attention(q, k, v, is_causal=case.causal)
-        return result[0].transpose(0, 1)
+        return result.transpose(1, 2).flatten(0, 1)
 
     return call
 

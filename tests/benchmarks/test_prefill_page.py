@@ -92,4 +92,4 @@ def test_products_that_masks_leave() -> None:
 
 def test_no_case_comes_twice() -> None:
     names = [case.name for case in prefill_cases()]
-    assert len(set(names)) == len(names) == 19
+    assert len(set(names)) == len(names) == 23
