@@ -164,6 +164,12 @@ STATED: Mapping[str, tuple[Stated, ...]] = {
             _after("16384"),
             _alone("8/1 d128 bf16", 512, 4096),
         ),
+        Stated(
+            "query heads are {:.2f} to {:.2f} times as fast as before",
+            "launch_turns_h100",
+            _faster,
+            lambda row: re.fullmatch(r"64/8 d128 bf16 q_len 2 16x(?!1024|2048)\d+", row["name"]) is not None,
+        ),
     ),
     "docs/launch_path.md": tuple(map(_call, ("context_attention", "append_kv", "ragged paged_decode"))),
     "docs/prefill.md": (

@@ -28,6 +28,9 @@ _ALONE_TOKENS = 16384
 _SHORTER_TOKENS = (128, 1024)
 # One cluster in so many may idle so that, where requests are long, ranges end at boundaries of output tiles.
 _CLUSTER_IDLE_SHARE = 32
+# Row tiles that read the same keys drift apart over so many of them if some of their CTAs have a multiprocessor for
+# themselves: then a part of the keys is read twice.
+_DRIFT_TOKENS = 4096
 # Shared memory that the driver keeps for itself in each resident block (CUDA programming guide).
 _RESERVED_SHARED_BYTES = 1024
 
@@ -176,7 +179,10 @@ def grids_of(tiling: Tiling, extent: Extent, shape: DecodeShape, device: DeviceF
             while even >= fewest and blocks % even and even % blocks:
                 even -= 1
             if fewest <= even < groups:
-                grids.append(Grid(even * group_size, resident, group_size, row_tiles, all_tiles, 0, slack))
+                if resident > 1 and blocks % even == 0 and _drifts(tiling, shape, all_tiles, ctas):
+                    slack = max(slack, _DRIFT_TOKENS // tiling.tile_tokens)  # shorter requests have whole output tiles
+                else:
+                    grids.append(Grid(even * group_size, resident, group_size, row_tiles, all_tiles, 0, slack))
         grids.append(Grid(groups * group_size, resident, group_size, row_tiles, all_tiles, 0, slack))
     if shape.batch == 1 and not shape.batch_invariant and output_tiles * _FEW_SPLITS[0] < grids[0].ctas:
         clusters += _few_splits_grid(tiling, extent, shape, costs, grids[0])
@@ -274,6 +280,11 @@ def least_us(tiling: Tiling, extent: Extent, shape: DecodeShape) -> float:
     read = extent.requests * shape.kv_heads * tiling.tiles * tiling.tile_bytes
     start = min(tiling.least_start_us, tiling.paces[0].alone_start_us) if shape.batch == 1 else tiling.least_start_us
     return start + read / tiling.paces[0].read_bytes_per_us
+
+
+def _drifts(tiling: Tiling, shape: DecodeShape, all_tiles: int, ctas: int) -> bool:
+    """Whether row tiles of the same keys would drift apart at the bound, with whole output tiles in each CTA."""
+    return not shape.batch_invariant and tiling.row_tiles > 1 and all_tiles * tiling.tile_tokens > ctas * _DRIFT_TOKENS
 
 
 def _slack_tiles(tiling: Tiling, extent: Extent, ctas: int) -> int:
