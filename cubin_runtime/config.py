@@ -60,7 +60,7 @@ class Network:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Where artifacts come from and where they are kept.
+    """The sources of artifacts and the place where they are kept.
 
     ``sources`` are tried in order; each is an http(s) URL, a directory tree, a store, a ``.zip`` or ``.whl``, or the
     word ``package``. None means the default: ``package``, then the pin's own sources. ``pin_files`` are read in
@@ -138,7 +138,7 @@ def user_pins_path() -> Path:
 
 
 def _may_be_there(pins: Path) -> bool:
-    """Whether the user's pins are to be read; where that fails (a home on a server that is down), readers say why.
+    """Return whether to read the user's pins; where that fails (a home on a server that is down), readers say why.
 
     A home that may not even be looked into (a container's user with root's HOME) holds no pins for us.
     """

@@ -51,5 +51,5 @@ ITEM_BYTES: Mapping[str, int] = MappingProxyType({dtype.name: dtype.nbytes for d
 
 
 def is_dtype(name: str) -> TypeGuard[DTypeName]:
-    """Whether a tensor here may have this dtype."""
+    """Return whether a tensor here may have this dtype."""
     return name in ITEM_BYTES

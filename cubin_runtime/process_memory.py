@@ -1,4 +1,4 @@
-"""How a process of ours gives memory back; set by processes that we start, never by a library in another's."""
+"""Giving memory back from a process of ours; set by processes that we start, never by a library in another's."""
 
 from __future__ import annotations
 

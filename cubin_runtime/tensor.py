@@ -60,7 +60,7 @@ class TensorView:
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether it is row-major without gaps; what a dimension of size 1 has for a stride does not matter."""
+        """Return whether it is row-major without gaps; what a dimension of size 1 has for a stride does not matter."""
         step = 1
         for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
             if stride != step and size > 1:
@@ -104,7 +104,7 @@ def view_of(tensor: Tensor, name: str, *, written: bool = False) -> TensorView:
 
 
 def is_torch(tensor: Any) -> bool:
-    """Whether ``tensor`` is torch's, or has the same interface."""
+    """Return whether ``tensor`` is torch's, or has the same interface."""
     return hasattr(tensor, "data_ptr") and hasattr(tensor, "stride")
 
 
@@ -260,7 +260,7 @@ def _capsule_of(tensor: Any, name: str) -> Any:
 
 
 def _content_of(capsule: Any, name: str) -> tuple[_DLTensor, int]:
-    """What a capsule points to, and its flags."""
+    """The tensor that a capsule points to, and its flags."""
     if _is_capsule(capsule, b"dltensor"):
         return _DLTensor.from_address(_pointer_of(capsule, b"dltensor")), 0
     if not _is_capsule(capsule, b"dltensor_versioned"):

@@ -200,7 +200,7 @@ def _words(words: str | Sequence[str] | None) -> list[str] | None:
 
 
 def _counter(progress: Callable[[int, int], None] | None, total: int) -> Callable[[int], None] | None:
-    """What counts steps and reports their sum."""
+    """Return the function that counts steps and reports their sum."""
     if progress is None:
         return None
     done = 0

@@ -32,7 +32,7 @@ class TooLargeError(CorruptError):
 
 
 def kind_of(mode: int) -> str:
-    """What a file mode says a thing is, for messages."""
+    """Name the kind of file that a mode states, for messages."""
     return _KINDS.get(stat.S_IFMT(mode), "a regular file")
 
 

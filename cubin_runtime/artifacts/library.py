@@ -42,7 +42,7 @@ _log = logging.getLogger("cubin_runtime")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an artifact is: in the store, or in a local source; its bytes were not read."""
+    """The place of an artifact: in the store, or in a local source; its bytes were not read."""
 
     path: ArtifactPath
     sha256: str
@@ -121,7 +121,7 @@ class Library:
         return found
 
     def has_folder(self, pin: Pin, path: str, *, network: bool = True) -> bool:
-        """Whether a path is a folder of the release; raises what ``manifest`` does."""
+        """Return whether a path is a folder of the release; raises what ``manifest`` does."""
         folder = f"{path}/"
         return any(one.text.startswith(folder) for one in self.manifest(pin, network=network).digests)
 
@@ -166,7 +166,7 @@ class Library:
         return self._loader.over_network(pin, wanted)
 
     def where(self, path: ArtifactPath | str) -> tuple[Place, ...]:
-        """Where ``load`` would find an artifact; nothing is read.
+        """Return where ``load`` would find an artifact; nothing is read.
 
         Raises:
             PinError: no pin covers the path, or the manifest does not list it.

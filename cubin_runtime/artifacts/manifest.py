@@ -20,7 +20,7 @@ _LINE = re.compile(r"([0-9a-f]{64}) [ *]([^\r\n]+)")
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a release holds.
+    """The files that a release holds.
 
     ``sha256`` is the digest of the manifest's own bytes; ``digests`` maps each full path to the lowercase hex
     SHA-256 of the file's bytes, in the order of the file.

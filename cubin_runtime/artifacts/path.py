@@ -70,7 +70,7 @@ class ArtifactPath:
         return ArtifactPath(f"{self.text}/{relative}")
 
     def is_below(self, folder: ArtifactPath) -> bool:
-        """Whether this path lies inside ``folder`` (a folder is not below itself)."""
+        """Return whether this path lies inside ``folder`` (a folder is not below itself)."""
         return self.text.startswith(folder.text + "/")
 
     def relative_to(self, folder: ArtifactPath) -> str:

@@ -30,7 +30,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What a verification found; paths are in manifest order.
+    """The result of a verification; paths are in manifest order.
 
     ``ok`` files with ``bytes`` bytes were hashed and are right. ``missing`` are not there, an error only if
     ``complete`` was asked for. ``corrupt`` are there and wrong. ``extra`` are names in a tree that no

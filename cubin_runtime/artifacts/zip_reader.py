@@ -142,7 +142,7 @@ def _inflated(packed: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def _is_odd(member: zipfile.ZipInfo) -> bool:
-    """Whether a member's name is not a plain relative path, or the member is a link or another special file."""
+    """Return whether a member's name is not a plain relative path, or the member is a link or another special file."""
     name = member.orig_filename
     kind = stat.S_IFMT(member.external_attr >> 16) if member.create_system == 3 else 0
     try:

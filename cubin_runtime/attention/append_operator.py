@@ -52,7 +52,7 @@ class AppendTensors(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class AppendOptions:
-    """What an append is told besides tensors; see ``append_kv``. A scale on the device is None here."""
+    """The options of an append; see ``append_kv``. A scale on the device is None here."""
 
     k_scale: float | None = None
     v_scale: float | None = None

@@ -1,4 +1,4 @@
-"""Which backend runs an operator on a device: an explicit table, and errors that say what there is."""
+"""The backend that runs an operator on a device: an explicit table, and errors that say what there is."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ _CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
 
 
 def option_checks(annotations: Mapping[str, str]) -> tuple[OptionCheck, ...]:
-    """How options are checked, from their names with their annotations; those of other kinds are left out."""
+    """The checks of options, from their names with their annotations; those of other kinds are left out."""
     parted = [(name, text.removesuffix(" | None"), text) for name, text in annotations.items()]
     return tuple((name, _CHECKS[kind], kind != text) for name, kind, text in parted if kind in _CHECKS)
 

@@ -37,7 +37,7 @@ _MOST = 1 << 30  # tokens: positions and windows added to them fit an int32
 
 @dataclass(frozen=True, slots=True)
 class ContextOptions(DecodeOptions):
-    """What a context attention is told besides tensors; see ``context_attention``."""
+    """The options of a context attention; see ``context_attention``."""
 
     causal: bool = True
     window_right: int = -1
@@ -94,7 +94,7 @@ def batch_of(call: DecodeCall) -> int:
 
 
 def is_paged(call: DecodeCall) -> bool:
-    """Whether keys and values lie in pages."""
+    """Return whether keys and values lie in pages."""
     return call.tensors.get("page_table") is not None
 
 

@@ -96,7 +96,7 @@ def context_attention_reference(  # noqa: PLR0915
 
 
 def _seen(position: Any, key: Any, causal: bool, window_left: int, window_right: int) -> Any:
-    """Which keys each row sees, ``[q_len, kv_len]``."""
+    """Mark the keys that each row sees, ``[q_len, kv_len]``."""
     seen = key >= position - window_left if window_left >= 0 else key >= position * 0
     if causal:
         return seen & (key <= position)

@@ -14,7 +14,7 @@ _NO_OPTIONS = {"workspace": TORCH_SCRATCH, "stream": None, "runtime": None}
 
 
 class _Form(NamedTuple):
-    """What an output follows from."""
+    """The values that an output follows from."""
 
     shape: tuple[int, ...]
     dtype: str

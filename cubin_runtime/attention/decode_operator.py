@@ -71,7 +71,7 @@ class DecodeOperator(Operator):
 
     @property
     def checks(self) -> tuple[OptionCheck, ...]:
-        """How the options and the bound are checked."""
+        """The checks of the options and the bound."""
         return _checks(self.options_type, self.options)  # type: ignore[arg-type]  # classes are hashable
 
 

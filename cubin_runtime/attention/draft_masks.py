@@ -47,7 +47,7 @@ class DraftMaskTensors(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class DraftMaskOptions:
-    """What a packing is told besides tensors; see ``draft_mask``."""
+    """The options of a packing; see ``draft_mask``."""
 
     backend: str = AUTO
     enable_pdl: bool = False

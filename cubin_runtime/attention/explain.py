@@ -102,7 +102,7 @@ class CallSizes:
 
 @dataclass(frozen=True, slots=True)
 class Explained:
-    """How an operator is explained: which calls are its own, what their problem is, and what is chosen for it."""
+    """The explanation of an operator: which calls are its own, what their problem is, and what is chosen for it."""
 
     operator: str
     operation: str

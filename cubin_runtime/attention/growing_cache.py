@@ -121,11 +121,11 @@ class GrowingForm:
 
     @property
     def served(self) -> bool:
-        """Whether the kernel reads both caches by descriptors of one form."""
+        """Return whether the kernel reads both caches by descriptors of one form."""
         return len(self._specs) == len(_CACHES) and self._specs[0] == self._specs[1]
 
     def takes(self, tensors: Sequence[Any]) -> bool:
-        """Whether a call with these tensors is one of them."""
+        """Return whether a call with these tensors is one of them."""
         near = self._alike(*tensors) and _bound_of(tensors[1].shape[1]) == self.bound
         return near and self._query(self._device) == self._stream
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def is_on_host(tree: Any) -> bool:
-    """Whether ``tree`` is a sequence, a numpy array or a torch tensor of the CPU."""
+    """Return whether ``tree`` is a sequence, a numpy array or a torch tensor of the CPU."""
     if is_torch(tree):
         return bool(tree.device.type == "cpu")
     return isinstance(tree, Sequence) or hasattr(tree, "__array_interface__")

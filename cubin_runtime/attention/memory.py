@@ -1,4 +1,4 @@
-"""What operators ask of a framework: to allocate tensors and to read them back."""
+"""The framework's part of an operator: allocating tensors and reading them back."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 
 class TensorMemory(Protocol):
-    """What operators ask of a framework; ``like`` is a tensor of the caller whose device (and kind) counts.
+    """The requests of operators to a framework; ``like`` is a tensor of the caller whose device (and kind) counts.
 
     Dtypes are words of ``dtypes.ITEM_BYTES``. Everything but ``to_host`` is in stream order and may be captured.
     """
@@ -52,5 +52,5 @@ class TensorMemory(Protocol):
         ...
 
     def stream_query(self) -> Callable[[int], int]:
-        """What gives the handle of the stream for new work on the device of a number."""
+        """Return the function that gives the handle of the stream for new work on the device of a number."""
         ...

@@ -50,7 +50,7 @@ class MergeTensors(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class MergeOptions:
-    """What a merge is told besides tensors; see ``merge_states``."""
+    """The options of a merge; see ``merge_states``."""
 
     lse_base: str = "2"
     backend: str = AUTO

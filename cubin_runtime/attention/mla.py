@@ -124,7 +124,7 @@ class MlaDecodePlan(DecodePlan):
 
     @property
     def selection(self) -> MlaSelection:
-        """What was chosen for the launch, and why."""
+        """The kernel and the grid that were chosen for the launch, and why."""
         selection: MlaSelection = self.selections[0]
         return selection
 

@@ -23,7 +23,7 @@ Q_DTYPES = {
 
 
 def has_decode_kernel(heads: int, kv_heads: int, head_dim: int, value_dim: int) -> bool:
-    """Whether the decode kernels take so many heads and columns; it reads numbers alone, which torch may be tracing."""
+    """Return whether the decode kernels take so many heads and columns; reads numbers alone, which torch may trace."""
     return head_dim == value_dim and head_dim in HEAD_DIMS and kv_heads > 0 and heads <= MAX_GROUP * kv_heads
 
 

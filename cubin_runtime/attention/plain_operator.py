@@ -55,7 +55,7 @@ class PlainOperator(Operator):
 
     @property
     def checks(self) -> tuple[OptionCheck, ...]:
-        """How the options that are no scales are checked."""
+        """The checks of the options that are no scales."""
         return _checks(self.options, self.scales)  # type: ignore[arg-type]  # classes are hashable
 
     @property
@@ -110,7 +110,7 @@ def split_scales(names: Sequence[str], arguments: dict[str, Any]) -> tuple[float
 
 
 def _numbers(scales: Sequence[float | None]) -> tuple[float, ...]:
-    """What a launch takes for scales that may be left out or on the device."""
+    """The values that a launch takes for scales that may be left out or on the device."""
     return tuple(1.0 if scale is None else scale for scale in scales)
 
 

@@ -82,7 +82,7 @@ class ContextAttentionPlan(DecodePlan):
 
     @property
     def selection(self) -> ContextSelection:
-        """What was chosen for the launch, and why."""
+        """The kernel and the grid that were chosen for the launch, and why."""
         selection: ContextSelection = self.selections[0]
         return selection
 

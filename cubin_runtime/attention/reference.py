@@ -181,7 +181,7 @@ def mla_decode_reference(
 
 
 def _visible(rows: int, length: int, words: Any, window_left: int, by_index: bool, causal: bool) -> Any:
-    """Which of ``length`` keys each of ``rows`` query tokens of one request sees: ``[rows, length]``."""
+    """Mark which of ``length`` keys each of ``rows`` query tokens of one request sees: ``[rows, length]``."""
     import numpy as np
 
     token, key = np.arange(rows), np.arange(length)

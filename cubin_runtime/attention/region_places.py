@@ -1,4 +1,4 @@
-"""Where the regions of a plan lie in the workspaces that its runs have used."""
+"""The places of a plan's regions in the workspaces that its runs have used."""
 
 from __future__ import annotations
 

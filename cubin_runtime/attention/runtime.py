@@ -56,7 +56,7 @@ class NativeRelease:
     _files: dict[str, KernelFile] = field(default_factory=dict, compare=False, repr=False)
 
     def file_of(self, kernel: NativeKernel) -> KernelFile:
-        """Where a kernel's cubin is, its pinned digest, and the struct that it takes."""
+        """Return where a kernel's cubin is, its pinned digest, and the struct that it takes."""
         known = self._files.get(kernel.file)
         if known is None:
             path = self.pin.path.child(kernel.file)
@@ -75,7 +75,7 @@ class TrtllmGenRelease:
 
 @dataclass(frozen=True, slots=True)
 class RuntimeStats:
-    """What a runtime did since its creation.
+    """The counts of what a runtime did since its creation.
 
     The numbers of launches, of plans made, of plans found in the cache by calls without a fast path, of fast paths
     kept, of cubins loaded, their bytes, and of failed loads. With ``Config.profile``, also the seconds that launches
@@ -93,13 +93,13 @@ class RuntimeStats:
 
 
 class PlanRuntime:
-    """What plans refer to of a runtime: the artifact library, the driver and the module cache.
+    """The parts of a runtime that plans refer to: the artifact library, the driver and the module cache.
 
     It knows no plan. So a runtime and the plans that it keeps are no reference cycle.
     """
 
     config: Config
-    """What it was made with; None was the environment then."""
+    """The configuration that it was made with; None was the environment then."""
     library: Library
     """The artifacts: pins, sources and the store."""
     driver: Driver
@@ -116,7 +116,7 @@ class PlanRuntime:
 
     @property
     def may_fetch(self) -> bool:
-        """Whether a missing kernel may be fetched over the network now."""
+        """Return whether a missing kernel may be fetched over the network now."""
         return self.config.lazy_fetch and not self.config.offline and not self.modules.frozen
 
     def native_release(self) -> NativeRelease:
@@ -177,7 +177,7 @@ class PlanRuntime:
         )
 
     def trtllm_gen_request(self, meta: KernelMeta, context: int, *, nonportable_cluster: bool = False) -> KernelRequest:
-        """What ``load_trtllm_gen`` loads, as a value for ``ModuleCache.preload``."""
+        """Return the kernel that ``load_trtllm_gen`` loads, as a value for ``ModuleCache.preload``."""
         release = self.trtllm_gen_release()
         path = release.pin.path.child(meta.file)
         needs = LaunchNeeds(
@@ -214,7 +214,7 @@ class PlanRuntime:
         self.modules.freeze()
 
     def request(self, kernel: NativeKernel, context: int) -> KernelRequest:
-        """What ``load`` loads, as a value for ``ModuleCache.preload``."""
+        """Return the kernel that ``load`` loads, as a value for ``ModuleCache.preload``."""
         file = self.native_release().file_of(kernel)
         needs = LaunchNeeds(
             layout=file.layout,

@@ -59,7 +59,7 @@ class SparseMlaTensors(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class SparseMlaOptions:
-    """What a sparse MLA decode is told besides tensors; see ``sparse_mla_decode``. None: no number."""
+    """The options of a sparse MLA decode; see ``sparse_mla_decode``. None: no number."""
 
     softmax_scale: float | None = None
     output_scale: float | None = None
@@ -91,7 +91,7 @@ def _cache_view(cache: TensorView, _: SparseMlaOptions) -> TensorView:
 
 
 def _row_form(cache: TensorView) -> str:
-    """How rows of the cache lie in memory, one of ``ROW_FORMS``.
+    """The form in which rows of the cache lie in memory, one of ``ROW_FORMS``.
 
     Raises:
         UsageError: there is no such form.

@@ -1,4 +1,4 @@
-"""How far kernels may be from the float64 references, by the dtypes that they round to."""
+"""The distance that kernels may have from the float64 references, by the dtypes that they round to."""
 
 from __future__ import annotations
 

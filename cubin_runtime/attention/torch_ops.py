@@ -135,7 +135,7 @@ _CONSTANTS = frozenset({bool, int, float, str})
 
 
 def is_intercepted(arguments: Sequence[Any]) -> bool:
-    """Whether torch, or a class of tensors, wants to see the ops of a call rather than their memory."""
+    """Return whether torch, or a class of tensors, wants to see the ops of a call rather than their memory."""
     torch = sys.modules.get("torch")
     if torch is None:
         return False

@@ -1,4 +1,4 @@
-"""Where a warning points: at the line of the program that called the package."""
+"""Warnings point at the line of the program that called the package."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ def _report_interrupt(given: Sequence[str]) -> int:
 
 
 def _was_interrupted(error: BaseException | None) -> bool:
-    """Whether an error came up while an interrupt was being handled, as of threads or workers that it cut short."""
+    """Return whether an error came up while an interrupt was handled, as of threads or workers that it cut short."""
     while error is not None:
         if isinstance(error, KeyboardInterrupt):
             return True

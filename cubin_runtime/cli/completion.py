@@ -51,7 +51,7 @@ def head_dims(incomplete: str) -> list[str]:
 
 
 def tasks(incomplete: str) -> list[str]:
-    """What ``doctor --require`` takes."""
+    """The values that ``doctor --require`` takes."""
     from .doctor_tasks import TASKS
 
     return _starting(TASKS, incomplete)

@@ -133,7 +133,7 @@ def _sources(library: Library, *, network: bool) -> list[dict[str, Any]]:
 
 
 def _accelerator() -> dict[str, Any]:
-    """Whether the C extension of launches is installed and fits."""
+    """Return whether the C extension of launches is installed and fits."""
     from importlib.metadata import PackageNotFoundError, version
 
     from ..launch.accelerator import accelerator
@@ -183,7 +183,7 @@ def _pin_keys(config: Config) -> list[str] | str:
 
 
 def _pin_versions(config: Config) -> str:
-    """Where the newest version of each signed pin file is recorded, and whether that is possible."""
+    """Check where the newest version of each signed pin file is recorded, and whether that is possible."""
     from ..artifacts.pins.signed_statement import why_not_recorded
 
     if config.pin_state is None:
@@ -208,7 +208,7 @@ def _setting(name: str, value: object, origin: str) -> dict[str, Any]:
 
 
 def _store(library: Library, unset: CubinRuntimeError | None, *, write: bool) -> dict[str, Any]:
-    """Whether the store is there and can be written; with ``write`` an existing one is written to."""
+    """Return whether the store is there and can be written; with ``write`` an existing one is written to."""
     from ..errors import CubinRuntimeError
 
     root = library.store.root

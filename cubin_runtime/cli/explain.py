@@ -192,7 +192,7 @@ def _take_family(context: typer.Context, family: str) -> None:
 
 
 def _is_native(context: typer.Context) -> bool:
-    """Whether a native operator is explained: by the backend's name, or because ``auto`` takes it.
+    """Return whether a native operator is explained: by the backend's name, or because ``auto`` takes it.
 
     Raises:
         UsageError: the backend is unknown, or an option was given that decides nothing or is the other backend's.

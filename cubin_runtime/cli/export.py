@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Layout(str, Enum):
-    """What ``export`` writes."""
+    """The layouts that ``export`` writes."""
 
     ZIP = "zip"
     FLASHINFER = "flashinfer"

@@ -84,7 +84,7 @@ def fetch(
 
 
 def _is_complete(library: Library, pin: Pin) -> bool:
-    """Whether the store has all of a release, so that no source will be asked."""
+    """Return whether the store has all of a release, so that no source will be asked."""
     try:
         digests = set(library.manifest(pin, network=False).digests.values())
     except CubinRuntimeError:

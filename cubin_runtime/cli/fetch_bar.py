@@ -57,7 +57,7 @@ class FetchBar:
 
 
 def describe(remaining: int, came: int, size: int, recent: int, seconds: float) -> str:
-    """How much came in all, how fast ``recent`` bytes of it in ``seconds``, and how long ``remaining`` files take.
+    """Say how much came in all, how fast ``recent`` bytes came in ``seconds``, and how long ``remaining`` files take.
 
     >>> describe(300, 100, 12_000_000, 6_000_000, 2.0)
     '12.00 MB, 3.00 MB/s, 6 s left'

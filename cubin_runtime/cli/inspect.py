@@ -116,7 +116,7 @@ def _read(library: Library, target: str) -> tuple[bytes, Pin | None, Any, str]:
 
 
 def _is_file(target: str) -> bool:
-    """Whether a target means a file on disk; one that exists wins over an artifact of that name."""
+    """Return whether a target means a file on disk; one that exists wins over an artifact of that name."""
     return os.path.isfile(target) or target.startswith(("/", "./", "../", "~"))
 
 
@@ -171,7 +171,7 @@ def _row(library: Library, pin: Pin | None, path: Any) -> KernelRow | None:
 
 
 def differences(library: Library, pin: Pin, row: KernelRow, data: bytes, cubin: Cubin, path: Any) -> list[str]:
-    """What metadata and cubin disagree on, in words."""
+    """Say what metadata and cubin disagree on."""
     from ..artifacts.tables import consistency
     from ..artifacts.tables.metadata import KernelMeta
 

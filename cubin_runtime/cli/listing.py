@@ -70,7 +70,7 @@ def list_(
 
 
 def _is_asked_for(entry: Entry, pin: Pin, name: str) -> bool:
-    """Whether an entry lies under the name or path that the user gave."""
+    """Return whether an entry lies under the name or path that the user gave."""
     asked = name.rstrip("/")
     return asked in (pin.name, pin.path.text, entry.path.text) or entry.path.text.startswith(f"{asked}/")
 

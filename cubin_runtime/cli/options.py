@@ -118,5 +118,5 @@ def absent_source(sources: Sequence[str]) -> str | None:
 
 
 def origin_of(variable: str, flag_given: bool, default: str = "default") -> str:
-    """Where a setting comes from: ``flag``, the environment variable's name, or ``default``."""
+    """The origin of a setting: ``flag``, the environment variable's name, or ``default``."""
     return "flag" if flag_given or variable in GIVEN.get() else variable if os.environ.get(variable) else default

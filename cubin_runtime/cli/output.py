@@ -33,13 +33,13 @@ _RED, _PLAIN = "\x1b[31m", "\x1b[0m"
 
 @dataclass(frozen=True, slots=True)
 class Loudness:
-    """What is said besides results and errors, and whether in colour (``auto``, ``always`` or ``never``)."""
+    """The settings of what is said besides results and errors, and of colour (``auto``, ``always`` or ``never``)."""
 
     quiet: bool = False
     color: str = "auto"
 
     def colors(self, stream: TextIO) -> bool:
-        """Whether text to a stream is coloured."""
+        """Return whether text to a stream is coloured."""
         if self.color != "auto":
             return self.color == "always"
         return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
@@ -49,11 +49,11 @@ LOUDNESS: ContextVar[Loudness] = ContextVar("LOUDNESS", default=Loudness())  # n
 
 
 EMITTED: ContextVar[bool] = ContextVar("EMITTED", default=False)
-"""Whether this run has printed its JSON object."""
+"""True once this run has printed its JSON object."""
 
 
 class OutputError(CubinRuntimeError):
-    """What a verb prints cannot be written: the disk behind it is full, for example."""
+    """The output of a verb cannot be written: the disk behind it is full, for example."""
 
     exit_code = 8
 
@@ -182,7 +182,7 @@ def error_of(error: CubinRuntimeError) -> dict[str, Any]:
 
 
 def console(stream: TextIO) -> Console:
-    """Where ``rich`` draws, with or without colour."""
+    """Return the console on which ``rich`` draws, with or without colour."""
     from rich.console import Console
 
     return Console(file=stream, no_color=not LOUDNESS.get().colors(stream))

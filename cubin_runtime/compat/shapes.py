@@ -9,7 +9,7 @@ from ..tensor import view_of
 
 
 def is_torch(tensor: Any) -> bool:
-    """Whether tensors can be made from it by torch, which may be tracing it."""
+    """Return whether tensors can be made from it by torch, which may be tracing it."""
     return hasattr(tensor, "new_empty")
 
 

@@ -1,4 +1,4 @@
-"""What sees every launch of the process while it is entered."""
+"""The observer that sees every launch of the process while it is entered."""
 
 from __future__ import annotations
 

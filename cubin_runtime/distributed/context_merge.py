@@ -117,7 +117,7 @@ class ContextParallelMerge:
         return out
 
     def steps(self, out: Any, lse: Any = None, *, sinks: Any = None) -> tuple[Step, ...]:
-        """What ``merge`` runs, in order, for whoever times or overlaps its parts."""
+        """The steps that ``merge`` runs, in order, for whoever times or overlaps its parts."""
         self._check("out", out, (self.tokens, self.own_heads, self.head_dim))
         self._check("lse", lse, (self.tokens, self.own_heads))
         self._check("sinks", sinks, (self.heads,))

@@ -1,4 +1,4 @@
-"""Which keys of a request a rank holds with context parallelism: lengths and positions on one rank from global ones."""
+"""The keys of a request that a rank holds with context parallelism: its lengths and positions from global ones."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class KvPartition:
         return own if out is None else out.copy_(own)
 
     def own_positions(self, positions: Any, out: Any = None) -> Any:
-        """Where this rank stores the keys at global ``positions``, as ``append_kv`` takes them; -1: another rank does.
+        """Return where this rank stores the keys at global ``positions``, for ``append_kv``; -1: another rank does.
 
         Args:
             positions: a signed integer torch tensor of any shape; below 0: padding.

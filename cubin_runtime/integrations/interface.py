@@ -1,4 +1,4 @@
-"""What an engine's version offers: plug-ins ask for it before they register, and name what is missing."""
+"""The interface of an engine's version: plug-ins ask for it before they register, and name what is missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What layers with a latent cache have ready before the first request: kernels, scratch and fast paths of decodes."""
+"""Preparation of layers with a latent cache before the first request: kernels, scratch and fast paths of decodes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ADDRESS = 256  # of tensors that a plan is made for, which reads none
 
 
 class LatentKind(NamedTuple):
-    """What layers of one kind have in common; dtypes are those of a ``TensorView``.
+    """The common values of layers of one kind; dtypes are those of a ``TensorView``.
 
     ``q_len`` bounds the query tokens of a request.
     """

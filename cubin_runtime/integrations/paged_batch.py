@@ -150,7 +150,7 @@ def check_layer(head_size: int, value_size: int, heads: int, kv_heads: int) -> N
 
 
 def decodes_directly(heads: int, kv_heads: int, head_size: int, cache_dtype: Any, options: LayerOptions) -> bool:
-    """Whether requests that decode run on ``paged_decode``, not on ``context_attention``."""
+    """Return whether requests that decode run on ``paged_decode``, not on ``context_attention``."""
     # Elsewhere a decode's bits are not those of a prompt, so that only one of the operators may be used.
     has_segments = head_size in SEGMENT_HEAD_DIMS and cache_dtype.itemsize > 1
     alike = not options.batch_invariant or has_segments

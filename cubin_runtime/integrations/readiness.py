@@ -1,4 +1,4 @@
-"""What an engine's layers have ready before the first request: kernels loaded, scratch reserved, fast paths written."""
+"""Preparation of an engine's layers before the first request: kernels loaded, scratch reserved, fast paths written."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def _counts(most: int) -> list[int]:
 
 
 def _form(q: Any, options: LayerOptions) -> tuple[Hashable, ...]:
-    """What layers of one kind have in common."""
+    """The common values of layers of one kind."""
     scales = {"k_scale": _scale_form(options.k_scale), "v_scale": _scale_form(options.v_scale)}
     return (
         q.shape[1:],
@@ -116,7 +116,7 @@ def _form(q: Any, options: LayerOptions) -> tuple[Hashable, ...]:
 
 
 def _scale_form(scale: Any) -> Hashable:
-    """What plans depend on: of a tensor, how its elements lie."""
+    """The values that plans depend on: of a tensor, how its elements lie."""
     return scale if scale is None or isinstance(scale, float) else (scale.shape, scale.stride())
 
 

@@ -1,4 +1,4 @@
-"""What layers have ready before an engine's first request: loaded kernels, and scratch that all of them share."""
+"""Preparation of layers before an engine's first request: loaded kernels, and scratch that all of them share."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What each kernel family needs: traits, selection, grids and parameter values. No driver is called here."""
+"""The planning of each kernel family: traits, selection, grids and parameter values. No driver is called here."""

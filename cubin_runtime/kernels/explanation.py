@@ -19,7 +19,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What is launched and why: ``choice`` has at most ten lines of 80 columns, ``details`` are shown on request.
+    """The launch and its reasons: ``choice`` has at most ten lines of 80 columns, ``details`` are shown on request.
 
     Facts are (name, value), tables list what was compared; ``record`` is for JSON.
     """

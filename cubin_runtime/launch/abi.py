@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LaunchNeeds:
-    """What a launch requires of a kernel.
+    """The requirements of a launch on a kernel.
 
     ``layout`` is the struct passed by value as the only parameter, ``threads`` a block's size,
     ``fingerprint`` the one recorded for the release (None: only the size is compared),

@@ -34,7 +34,7 @@ class Buffer:
 
     @property
     def free(self) -> bool:
-        """Whether it has no owner; the buffer of a destroyed graph is free again."""
+        """Return whether it has no owner; the buffer of a destroyed graph is free again."""
         if self.life is not None and self.life.ended:
             self.give(None)
         return self.owner is None
@@ -59,7 +59,7 @@ class EagerClaim(NamedTuple):
     same_stream: Callable[[], bool] | None
 
     def holds(self) -> bool:
-        """Whether the next launch of that stream may use the buffer too."""
+        """Return whether the next launch of that stream may use the buffer too."""
         if self.same_stream is None:
             return bool(self.buffer.of_legacy)
         return self.buffer.owner is self.owner and self.same_stream()
@@ -71,7 +71,7 @@ def owner_of(driver: Driver, stream: int) -> Owner:
 
 
 def is_of(owner: Owner | None, other: Owner) -> bool:
-    """Whether eager work on the handle of ``other`` owns it, in the same thread where threads matter."""
+    """Return whether eager work on the handle of ``other`` owns it, in the same thread where threads matter."""
     return owner is not None and owner[0] is None and owner[2:] == other[2:]
 
 

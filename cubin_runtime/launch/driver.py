@@ -30,7 +30,7 @@ _ENCODE = "cuTensorMapEncodeTiled"
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
-    """What planning needs of a device; sizes in bytes, ``driver_version`` is 1000 x major + 10 x minor."""
+    """The facts of a device that planning needs; sizes in bytes, ``driver_version`` is 1000 x major + 10 x minor."""
 
     ordinal: int
     name: str
@@ -47,7 +47,7 @@ class Life(Protocol):
 
     @property
     def ended(self) -> bool:
-        """Whether nothing uses it any more."""
+        """Return whether nothing uses it any more."""
         ...
 
 
@@ -62,7 +62,7 @@ class _Waiting(NamedTuple):
 
 
 class _StreamState(ctypes.Structure):
-    """What ``stream_identity`` asks for, in one piece of memory."""
+    """The values that ``stream_identity`` asks for, in one piece of memory."""
 
     _fields_ = (("status", ctypes.c_int), ("capture", ctypes.c_uint64), ("number", ctypes.c_ulonglong))
 
@@ -100,7 +100,7 @@ class Driver:
         return found if found is not None else self._resolve(name)
 
     def has(self, name: str) -> bool:
-        """Whether the driver is new enough to have the function ``name``."""
+        """Return whether the driver is new enough to have the function ``name``."""
         try:
             self.function(name)
         except DriverLibraryError:
@@ -175,7 +175,7 @@ class Driver:
         return self.out_int("cuDriverGetVersion")
 
     def device_count(self) -> int:
-        """How many devices are visible."""
+        """Count the devices that are visible."""
         return self.out_int("cuDeviceGetCount")
 
     def device(self, ordinal: int = 0) -> DeviceFacts:
@@ -366,7 +366,7 @@ class Driver:
         self.call("cuStreamSynchronize", stream)
 
     def is_capturing(self, stream: int) -> bool:
-        """Whether ``stream`` captures; for 0 also true while another, blocking stream captures."""
+        """Return whether ``stream`` captures; for 0 also true while another, blocking stream captures."""
         status = ctypes.c_int()
         code = self.function("cuStreamIsCapturing")(stream, ctypes.addressof(status))
         if code == api.CAPTURE_IMPLICIT:
@@ -511,7 +511,7 @@ class Driver:
         return tuple(found)
 
     def active_clusters(self, function: int, config: api.LaunchConfig) -> int:
-        """How many clusters of the launch ``config`` can be resident on the device at once."""
+        """Count the clusters of the launch ``config`` that can be resident on the device at once."""
         return self.out_int("cuOccupancyMaxActiveClusters", function, ctypes.addressof(config))
 
     def encode_tiled(self, *, address: int, **words: Any) -> bytes:

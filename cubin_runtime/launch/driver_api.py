@@ -1,4 +1,4 @@
-"""What we use of the CUDA driver: each function with its argument types, the enum values, two structures."""
+"""The part of the CUDA driver that we use: each function with its argument types, the enum values, two structures."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class GraphLife:
 
     @property
     def ended(self) -> bool:
-        """Whether nothing can replay the graph any more."""
+        """Return whether nothing can replay the graph any more."""
         with _lock:
             if self._semaphore is not None and _libc().sem_trywait(self._semaphore) == 0:
                 _libc().free(self._semaphore)

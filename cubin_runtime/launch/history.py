@@ -40,7 +40,7 @@ class LaunchRecord:
 
 
 class Recorded(Protocol):
-    """What can make the record of one launch from its parameter bytes and stream."""
+    """The maker of one launch's record from its parameter bytes and stream."""
 
     def record_of(self, parameters: bytes, stream: int) -> LaunchRecord:
         """The full record."""
@@ -58,7 +58,7 @@ class LaunchHistory:
 
     @property
     def launches(self) -> int:
-        """How often ``tick`` was called."""
+        """The number of calls of ``tick``."""
         return int(self._launches.__reduce__()[1][0])  # the next number
 
     def records(self) -> tuple[LaunchRecord, ...]:

@@ -56,7 +56,7 @@ class LoadedKernel:
 
 @dataclass(frozen=True, slots=True)
 class KernelRequest:
-    """What ``ModuleCache.kernel`` takes, as a value for ``preload``."""
+    """The arguments of ``ModuleCache.kernel``, as a value for ``preload``."""
 
     context: int
     sha256: str
@@ -78,7 +78,7 @@ class LoadCounts:
 
 @dataclass(frozen=True, slots=True)
 class PreloadReport:
-    """What ``preload`` did; ``device_bytes`` is how much free device memory went down meanwhile."""
+    """The result of ``preload``; ``device_bytes`` is how much free device memory went down meanwhile."""
 
     kernels: tuple[LoadedKernel, ...]
     loads: int
@@ -115,7 +115,7 @@ class ModuleCache:
 
     @property
     def frozen(self) -> bool:
-        """Whether ``freeze`` was called."""
+        """Return whether ``freeze`` was called."""
         return self._frozen
 
     def freeze(self) -> None:

@@ -45,7 +45,7 @@ def stream_handle(stream: Any) -> int:
 
 
 def is_default(stream: int) -> bool:
-    """Whether ``stream`` is a default stream, which belongs to whatever context is current."""
+    """Return whether ``stream`` is a default stream, which belongs to whatever context is current."""
     return stream <= PER_THREAD
 
 

@@ -67,13 +67,13 @@ class Workspace:
 
     @property
     def address(self) -> int:
-        """Where the buffer for eager launches begins; that of the first graph, if a capture took it."""
+        """The address where the buffer for eager launches begins; that of the first graph, if a capture took it."""
         self._check_open()
         return (self._eager or self._buffers[0]).address
 
     @property
     def legacy(self) -> Any:
-        """What tells ``of_legacy``, and then ``place`` as ``claim`` does, without a call; None: another has it."""
+        """The eager buffer while it is of the legacy stream, with the ``place`` that ``claim`` gives; else None."""
         return self._eager if self._eager is not None and self._eager.of_legacy else None
 
     def reserve(self, graphs: int, stream: Stream | None = 0) -> None:

@@ -62,7 +62,7 @@ class CubinUnderTest:
 
     @property
     def architecture(self) -> Architecture:
-        """What it was built for."""
+        """The architecture that it was built for."""
         return self.cubin.architecture
 
     def plan(

@@ -1,4 +1,4 @@
-"""What a program needs beside this package: it ends with the line that installs it instead of a traceback."""
+"""The requirements of a program beside this package: it ends with the line that installs it instead of a traceback."""
 
 from __future__ import annotations
 

@@ -184,6 +184,6 @@ class StandIn:
         return [line.split(" ")[0] for line in self._library.standin_log().decode().splitlines()]
 
     def call(self, name: str) -> dict[str, str]:
-        """What the only call of ``name`` received; an error if there were others."""
+        """Return what the only call of ``name`` received; an error if there were others."""
         (only,) = self.calls(name)
         return only.seen

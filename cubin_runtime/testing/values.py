@@ -41,7 +41,7 @@ def to_bits(dtype: DTypeName, values: Any) -> NDArray[Any]:
 
 
 def is_bits(dtype: DTypeName, array: NDArray[Any]) -> bool:
-    """Whether an array already contains the bits of a float dtype: unsigned integers of its size."""
+    """Return whether an array already contains the bits of a float dtype: unsigned integers of its size."""
     return "float" in dtype and array.dtype.kind == "u" and array.itemsize == ITEM_BYTES.get(dtype)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,6 +44,13 @@ def is_product_equality(node: ast.AST) -> bool:
     return any(isinstance(part, ast.BinOp) and isinstance(part.op, ast.Mult) for part in (node.left, *node.comparators))
 
 
+def is_question_docstring(node: ast.AST) -> bool:
+    """A docstring that is a clause, such as "What it does", and no sentence about the thing."""
+    if not isinstance(node, ast.Expr) or not isinstance(node.value, ast.Constant):
+        return False
+    return bool(re.match(r"(What|Which|How|Where|Whether)\b", str(node.value.value)))
+
+
 LIMITS = (
     Limit("calls of locals()", 14, 0, calls("locals")),
     Limit("calls of exec()", 2, 0, calls("exec")),
@@ -50,6 +58,7 @@ LIMITS = (
     Limit("calls of nextafter()", 1, 0, calls("nextafter")),
     Limit("addresses found by containment", 1, 0, is_containment, "attention/fast_path"),
     Limit("numbers found by equality of floats", 1, 0, is_product_equality, "attention/fast_path"),
+    Limit("docstrings that begin with a question word", 27, 0, is_question_docstring),
 )
 SNIPPETS = {
     "calls of locals()": "run(locals())",
@@ -58,6 +67,7 @@ SNIPPETS = {
     "calls of nextafter()": "x = math.nextafter(1.0, 0.0)",
     "addresses found by containment": "[i for i in known if i.view.pointer <= value < i.end]",
     "numbers found by equality of floats": "next(f for f in factors if scale * f == value)",
+    "docstrings that begin with a question word": 'def form() -> str:\n    """What it has."""',
 }
 
 

@@ -39,7 +39,7 @@ class Architecture:
         return f"sm_{self.number}{'?' if self.suffix is None else self.suffix}"
 
     def runs_on(self, number: int) -> bool:
-        """Whether a device of compute capability ``number / 10`` may run it; an unknown suffix never does."""
+        """Return whether a device of compute capability ``number / 10`` may run it; an unknown suffix never does."""
         if self.suffix == "a":
             return number == self.number
         if self.suffix == "f":
@@ -49,7 +49,7 @@ class Architecture:
         return False
 
     def same_target(self, other: Architecture) -> bool:
-        """Whether both name one target, whatever stated the suffix."""
+        """Return whether both name one target, whatever stated the suffix."""
         return (self.number, self.suffix) == (other.number, other.suffix)
 
 

@@ -58,7 +58,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class KernelFacts:
-    """What the ELF states about one kernel.
+    """The facts that the ELF states about one kernel.
 
     ``parameters`` are in signature order. ``max_threads`` is a block's limit, ``None`` if not declared.
     ``registers`` is a thread's count, ``None`` where not recorded. ``static_shared_bytes`` is the size of

@@ -59,7 +59,7 @@ class ArtifactLoader:
         self._store, self._sources, self._policy = store, source_list, policy
 
     def in_store(self, digest: str) -> bool:
-        """Whether the store has an object; one that is closed to this user has none, as for ``at_hand``.
+        """Return whether the store has an object; one that is closed to this user has none, as for ``at_hand``.
 
         Raises:
             StoreError: it cannot be read for another reason.
@@ -127,7 +127,7 @@ class ArtifactLoader:
         note: Callable[[Outcome], None] | None,
         beat: Callable[[], None] | None = None,
     ) -> list[Outcome]:
-        """What became of each of ``wanted``, ``jobs`` at a time; ``note`` is told of each as it ends, ``beat`` of time.
+        """Fetch ``wanted``, ``jobs`` at a time, and return the outcomes; ``note`` is told of each, ``beat`` of time.
 
         Raises:
             StoreError: the store is full or cannot be written.

@@ -18,7 +18,7 @@ _GIVEN_UP = "skipped after"
 
 @dataclass(frozen=True, slots=True)
 class FetchReport:
-    """What a fetch did: ``chosen = present + fetched`` (``+ missing`` in a dry run, which fetches nothing).
+    """The result of a fetch: ``chosen = present + fetched`` (``+ missing`` in a dry run, which fetches nothing).
 
     ``bytes`` were fetched in ``seconds``; ``about_bytes`` is the estimate for what was missing at the start
     (0: the pin says no sizes), ``saves_about_bytes`` for the files of the release that were not chosen;

@@ -18,7 +18,7 @@ _JOIN_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one object: ``source`` None: it was there already; ``error`` None: it is there now."""
+    """The outcome of one object: ``source`` None: it was there already; ``error`` None: it is there now."""
 
     wanted: Wanted
     source: str | None = None
@@ -30,7 +30,7 @@ class WorkerPool(Protocol):
     """Workers that put objects into one store; used by one thread at a time."""
 
     jobs: int
-    """How many objects are worked on at a time."""
+    """The number of objects that are worked on at a time."""
 
     @property
     def ticks(self) -> int:

@@ -30,7 +30,7 @@ _GATHER = 8
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What a worker says at least every ``BEAT_SECONDS``: signs of progress, outcomes, lines for the log."""
+    """The report of a worker, at least every ``BEAT_SECONDS``: signs of progress, outcomes, lines for the log."""
 
     ticks: int
     outcomes: tuple[Outcome, ...] = ()

@@ -1,1 +1,1 @@
-"""Which releases are trusted: pins, the user's pin file, signatures."""
+"""The releases that are trusted: pins, the user's pin file, signatures."""

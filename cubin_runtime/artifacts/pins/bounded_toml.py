@@ -46,7 +46,7 @@ def read_toml(data: bytes, origin: str) -> dict[str, Any]:
 
 
 def _over_a_bound(text: str) -> str | None:  # noqa: C901
-    """What of a document is deeper, longer or more than any pin file needs; looks at each byte once."""
+    """Say what of a document is deeper, longer or more than any pin file needs; looks at each byte once."""
     depth = parts = values = lines = 0
     for found in _TOKEN.finditer(text):
         token = found[0]

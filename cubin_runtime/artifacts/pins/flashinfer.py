@@ -38,7 +38,7 @@ _WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class FlashInferPins:
-    """What one version of FlashInfer names: ``unpinnable`` are folders for which it has no manifest digest."""
+    """The releases that a version of FlashInfer names: for ``unpinnable`` folders it has no manifest digest."""
 
     group: str
     pins: tuple[Pin, ...]
@@ -121,7 +121,7 @@ def _pin(name: str, path: str, digest: str, group: str, origin: str) -> Pin:
 
 
 def _constants(tree: ast.Module, name: str) -> dict[str, object]:
-    """What a class of constants assigns, as far as it is literal."""
+    """Return what a class of constants assigns, as far as it is literal."""
     found: dict[str, object] = {}
     for node in tree.body:
         if not isinstance(node, ast.ClassDef) or node.name != name:

@@ -167,12 +167,12 @@ def _without(gone: Sequence[Pin], text: str, file: Path) -> str:
 
 
 def _is_table_of(one: Pin, pin: Pin) -> bool:
-    """Whether a table of the file is the one that a pin in force came from, which joins what others say of it."""
+    """Return whether a pin in force came from this table of the file; such a pin joins what others say of it."""
     return (one.path, one.name) == (pin.path, pin.name) and set(one.groups) <= set(pin.groups)
 
 
 def _is_there(file: Path) -> bool:
-    """Whether there is a file, or anything in its place; what cannot be looked at is not absent, and not replaced."""
+    """Return whether there is a file, or anything in its place; a path that cannot be looked at counts, and stays."""
     try:
         os.lstat(file)
     except FileNotFoundError:

@@ -100,7 +100,7 @@ def why_not_recorded(state: Path) -> str | None:
 
 
 def _is_newer(file: Path, said: Statement, signed: Sequence[str], seen: Mapping[str, int], state: Path) -> bool:
-    """Whether the version is to be recorded; an error if it is older than one that is."""
+    """Return whether the version is to be recorded; an error if it is older than one that is."""
     newest = max(seen.get(one, 0) for one in signed)
     if said.version < newest:
         raise SignatureError(

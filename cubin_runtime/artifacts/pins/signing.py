@@ -38,7 +38,7 @@ class KeyPair:
 
 @dataclass(frozen=True, slots=True)
 class Signing:
-    """What was signed: the file, its signature, the version and expiry that it states, and by which keys."""
+    """The record of a signature: the file, its signature, the version and expiry that it states, and by which keys."""
 
     file: Path
     signature: Path

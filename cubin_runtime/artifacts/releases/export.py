@@ -157,7 +157,7 @@ def mirror(
 
 
 def _items(library: Library, chosen: Chosen) -> list[_Item]:
-    """What to write, by path: the chosen files, and the manifest of each release."""
+    """The files to write, by path: the chosen files, and the manifest of each release."""
     found: dict[ArtifactPath, _Item] = {}
     for pin, paths in chosen:
         manifest = manifest_at_hand(library, pin)
@@ -197,7 +197,7 @@ def _member(item: _Item, kind: int, size: int) -> zipfile.ZipInfo:
 
 
 def _mirror_one(library: Library, items: Sequence[_Item], item: _Item, target: Path) -> tuple[bool, int]:
-    """Whether it was written, and its size; below ``target`` no link is followed."""
+    """Return whether it was written, and its size; below ``target`` no link is followed."""
     *folders, name = item.path.parts
     with _write_errors(target / item.path.text), open_folder(target, *folders) as folder:
         size = _right_size(folder, name, item)

@@ -53,7 +53,7 @@ def _fail_unless_absent(error: OSError) -> None:
 
 
 def _listed(library: Library, below: str, releases: Mapping[str, Pin]) -> Callable[[str], bool]:
-    """Whether a path is one of the release that a folder belongs to; all are where its manifest is not available."""
+    """Return whether a path belongs to the release of a folder; every path does where the manifest is not available."""
     pin = None
     while pin is None and below:
         pin, below = releases.get(below), below.rpartition("/")[0]

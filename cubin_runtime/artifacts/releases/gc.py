@@ -33,7 +33,7 @@ _POLL_SECONDS = 0.05
 
 @dataclass(frozen=True, slots=True)
 class CollectReport:
-    """What was removed (in a dry run: would be): ``removed`` objects of ``bytes`` bytes.
+    """The objects that were removed (in a dry run: would be): ``removed`` objects of ``bytes`` bytes.
 
     ``kept`` objects are shared with other releases present: how many each of them needs is in ``needed_by``.
     ``absent`` releases have no local manifest, so their objects are unknown.
@@ -173,7 +173,7 @@ def collect_unreferenced(
 
 
 def store_usage(library: Library) -> StoreUsage:
-    """What each pinned release takes of the store, and what none of them needs.
+    """The bytes that each pinned release takes of the store, and those that none of them needs.
 
     Raises:
         CorruptError, SourceError, StoreError: as ``collect_unreferenced``.
@@ -225,7 +225,7 @@ class _Others:
                 self.needed |= needs
 
     def counts(self, digests: set[str]) -> dict[str, int]:
-        """How many of ``digests`` each other release needs."""
+        """Count how many of ``digests`` each other release needs."""
         return {name: count for name, needs in self._needs.items() if (count := len(needs & digests))}
 
 

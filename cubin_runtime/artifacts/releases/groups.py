@@ -24,7 +24,7 @@ _WITH_ROWS = "trtllm-gen"
 
 @dataclass(frozen=True, slots=True)
 class FolderFacts:
-    """What the folder of a release tells of all its files."""
+    """The facts that the folder of a release tells of all its files."""
 
     families: frozenset[str]
     cpu: str | None

@@ -24,7 +24,7 @@ TRIAL_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class SourceTrial:
-    """What came of asking a source for the pinned manifest of a release.
+    """The outcome of asking a source for the pinned manifest of a release.
 
     ``delivers`` is None if it was not asked; ``problem`` says why it did not deliver, or why it was not asked.
     """

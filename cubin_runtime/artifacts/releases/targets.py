@@ -78,7 +78,7 @@ def chosen(library: Library, pin: Pin, target: str, wanted: KernelFilter) -> tup
 def chosen_at_hand(
     library: Library, targets: Sequence[str], wanted: KernelFilter, cpu: str | None = None
 ) -> list[tuple[Pin, tuple[ArtifactPath, ...]]]:
-    """What several targets choose, each release once, in the order of the manifests; nothing is fetched.
+    """Return what several targets choose, each release once, in the order of the manifests; nothing is fetched.
 
     Raises:
         MissingError: a release's manifest or metadata is not available locally.

@@ -1,1 +1,1 @@
-"""Where bytes come from; none of it is trusted."""
+"""The sources of bytes; none of them is trusted."""

@@ -52,7 +52,7 @@ class ArchiveSource:
             return descriptor
 
     def _prefix(self, folder: ArtifactPath) -> str | None:
-        """What stands in front of the paths of a release; None if its manifest is not here."""
+        """Return what stands in front of the paths of a release; None if its manifest is not here."""
         if folder not in self._prefixes:
             tail = f"{folder}/{MANIFEST_NAME}"
             found = [n for n in self._manifests if n == tail or n.endswith("/" + tail)]

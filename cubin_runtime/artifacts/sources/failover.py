@@ -51,7 +51,7 @@ class FetchPolicy:
         return cls() if network.retries is None else cls(attempts=network.retries + 1)
 
     def delay(self, attempt: int, retry_after: float | None) -> float | None:
-        """How long to wait after failed attempt number ``attempt`` (from 0); None: do not try again."""
+        """The seconds to wait after failed attempt number ``attempt`` (from 0); None: do not try again."""
         if attempt + 1 >= self.attempts:
             return None
         if retry_after is not None:
@@ -84,7 +84,7 @@ class Progress:
 
     @property
     def has_large(self) -> bool:
-        """Whether it is this worker's turn to have a large body in memory."""
+        """Return whether it is this worker's turn to have a large body in memory."""
         return getattr(self._mine, "large", False)
 
     def wait_for_large(self) -> None:
@@ -110,7 +110,7 @@ class Progress:
             self._failed[label] = self._failed[label] + 1 if failed else 0
 
     def is_dead(self, label: str) -> bool:
-        """Whether a source failed so often in a row that asking it again would only cost time."""
+        """Return whether a source failed so often in a row that asking it again would only cost time."""
         return self._failed[label] >= self._policy.dead_after
 
 

@@ -218,7 +218,7 @@ def _check_status(response: Response, where: str, *, asked_for_rest: bool) -> No
 
 
 def _next_hop(old: str, location: str | None, status: int) -> str:
-    """Where a redirect leads, if it may be followed."""
+    """Return where a redirect leads, if it may be followed."""
     where = redact(old)
     if not location:
         raise SourceError(f"{where}: status {status} without a Location")

@@ -14,7 +14,7 @@ from .source import RetryableError
 
 @dataclass(frozen=True, slots=True)
 class HttpLimits:
-    """How long a server is waited for; seconds and bytes a second.
+    """The limits of waiting for a server; seconds and bytes a second.
 
     ``connect`` is for the connection, ``headers`` for all headers together, ``silence`` the longest time
     without a byte, and over each ``window`` the body must come at ``least_rate`` or faster. ``redirects`` is
@@ -64,7 +64,7 @@ class Pace:
             self._tick()
 
     def check(self) -> None:
-        """Whether to go on waiting.
+        """Return whether to go on waiting.
 
         Raises:
             TimeoutError: the headers took too long.

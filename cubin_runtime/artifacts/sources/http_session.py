@@ -84,7 +84,7 @@ class HttpSession:
         self._session.close()
 
     def _settle(self, url: str, credentials: bool) -> _Host:
-        """What ``requests`` would do for every request to this host."""
+        """Merge the settings that ``requests`` would use for every request to this host."""
         session = self._session
         session.auth = partial(_own_over_https, tokens=dict(self._network.tokens)) if credentials else _no_credentials
         request = session.prepare_request(requests.Request("GET", url))
@@ -220,7 +220,7 @@ def _own_over_https(request: requests.PreparedRequest, tokens: Mapping[str, str]
 
 
 def _netrc_is_readable() -> bool:
-    """Whether there is a netrc that is a regular file; requests would wait for a FIFO for ever."""
+    """Return whether there is a netrc that is a regular file; requests would wait for a FIFO for ever."""
     named = os.environ.get("NETRC")
     places = [named] if named is not None else [f"~/{name}" for name in NETRC_FILES]
     files = [file for file in map(os.path.expanduser, places) if os.path.exists(file)]

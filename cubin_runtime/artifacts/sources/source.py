@@ -1,4 +1,4 @@
-"""Where bytes come from: http(s), a directory tree, a store, a ``.zip`` or ``.whl``, an installed package.
+"""The sources of bytes: http(s), a directory tree, a store, a ``.zip`` or ``.whl``, an installed package.
 
 No source is trusted: what it delivers counts only after its digest was compared, which is the caller's work.
 """
@@ -51,7 +51,7 @@ class Wanted:
 
 
 class Source(Protocol):
-    """What every source can do; all methods may be called from several threads."""
+    """The methods of every source; all methods may be called from several threads."""
 
     label: str
     local: bool
@@ -110,7 +110,7 @@ def redact(url: str) -> str:
 
 
 def may_hold_secrets(source: str) -> bool:
-    """Whether a source's text has parts that may be credentials, so that it must not be stored."""
+    """Return whether a source's text has parts that may be credentials, so that it must not be stored."""
     return "://" in source and redact(source) != source
 
 

@@ -29,7 +29,7 @@ _NOT_PUBLISHED = frozenset({"trtllm-gen-0.6.18.post1"})  # flashinfer-cubin ende
 
 @dataclass(frozen=True, slots=True)
 class WorkOrder:
-    """What a worker process needs to open the same sources and store; picklable."""
+    """The values that a worker process needs to open the same sources and store; picklable."""
 
     config: Config
     limits: HttpLimits
@@ -82,7 +82,7 @@ class SourceList:
         return (SourceSpec("package", "package"), *map(parse_source, own))
 
     def has_network(self, pin: Pin) -> bool:
-        """Whether a source may be asked over the network."""
+        """Return whether a source may be asked over the network."""
         return not self._offline and any(spec.kind == "http" for spec in self.specs(pin))
 
     def local_sources(self, pin: Pin) -> list[LocalSource]:
@@ -113,7 +113,7 @@ class SourceList:
         return sources
 
     def order(self, specs: Sequence[SourceSpec], threads: int = 1) -> WorkOrder:
-        """What a worker process needs to open the same."""
+        """The values that a worker process needs to open the same."""
         return WorkOrder(self._config, self._limits, self._policy, tuple(specs), threads, _log.getEffectiveLevel())
 
     def read(self, specs: Sequence[SourceSpec], wanted: Wanted) -> tuple[bytes, str]:
@@ -144,7 +144,7 @@ def _opened(spec: SourceSpec) -> LocalSource:
 
 
 def hint(pin: Pin) -> str:
-    """How to install a package that contains the release, as a part of a message; empty if there is none."""
+    """Say how to install a package that contains the release, for a message; empty if there is none."""
     family, _, version = pin.name.rpartition("-")
     if family == "trtllm-gen" and pin.name not in _NOT_PUBLISHED:
         return f"'pip install flashinfer-cubin=={version}' installs it"

@@ -1,1 +1,1 @@
-"""Where verified objects are kept."""
+"""The store, which keeps verified objects."""

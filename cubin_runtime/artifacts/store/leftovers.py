@@ -22,7 +22,7 @@ _QUARANTINED = re.compile("[0-9a-f]{64}-" + UNIQUE)
 
 
 def is_temporary(name: str) -> bool:
-    """Whether a file's name is one that ``temporary_name`` gives, here or elsewhere."""
+    """Return whether a file's name is one that ``temporary_name`` gives, here or elsewhere."""
     return _TEMPORARY.fullmatch(name) is not None
 
 
@@ -87,7 +87,7 @@ def _remove_old(
 
 
 def _runs_here(host: str, process: int) -> bool:
-    """Whether another process of this host runs; of other hosts only the age of their files tells."""
+    """Return whether another process of this host runs; of other hosts only the age of their files tells."""
     if host != socket.gethostname()[:64] or process == os.getpid():
         return False
     try:

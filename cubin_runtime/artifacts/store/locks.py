@@ -30,7 +30,7 @@ _log = logging.getLogger("cubin_runtime")
 
 
 def shard_of(sha256: str) -> str:
-    """Which of the sixteen locks covers an object: the first hex digit of its digest."""
+    """Return which of the sixteen locks covers an object: the first hex digit of its digest."""
     return sha256[0]
 
 
@@ -106,7 +106,7 @@ class ShardLock:
             return os.open(self._name, _READ_ONLY, dir_fd=folder)
 
     def _waited_too_long(self, touched: float) -> bool:
-        """Whether the file's time stood still, or moved in vain, for too long, measured by our own clock.
+        """Return whether the file's time stood still, or moved in vain, for too long, measured by our own clock.
 
         The time of access, as other versions truncate the file at every try, which moves the time of change.
         """

@@ -44,7 +44,7 @@ class Store:
         return self.root / OBJECTS / _checked(sha256)[:2] / sha256
 
     def has(self, sha256: str) -> bool:
-        """Whether a regular file stands under the digest's name; its bytes are not looked at.
+        """Return whether a regular file stands under the digest's name; its bytes are not looked at.
 
         Raises:
             StoreError: the store cannot be read, so that nobody knows.

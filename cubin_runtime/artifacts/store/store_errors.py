@@ -34,7 +34,7 @@ def store_error(error: OSError, where: str) -> StoreError:
 
 
 def is_denied(error: StoreError) -> bool:
-    """Whether this user may not look there, as in another's home, and the store is otherwise in order."""
+    """Return whether this user may not look there, as in another's home, and the store is otherwise in order."""
     return isinstance(error.__context__, PermissionError)
 
 

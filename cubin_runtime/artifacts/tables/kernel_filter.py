@@ -32,7 +32,7 @@ _DTYPE_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class KernelFilter:
-    """What to keep; an empty field keeps all; values of one field are alternatives, fields must all hold.
+    """The kernels to keep; an empty field keeps all; values of one field are alternatives, fields must all hold.
 
     ``sm`` is a device's number (100): kept is what runs there, exact and family targets alike. ``dtypes``
     looks at Q, K, V and output; ``head_dims`` at the QK and V head sizes; ``globs`` at file and symbol,
@@ -72,21 +72,21 @@ class KernelFilter:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it keeps everything."""
+        """Return whether it keeps everything."""
         return self == KernelFilter()
 
     @property
     def needs_metadata(self) -> bool:
-        """Whether file names alone cannot decide."""
+        """Return whether file names alone cannot decide."""
         return not self.is_empty and self != KernelFilter(globs=self.globs)
 
     @property
     def needs_rows(self) -> bool:
-        """Whether not even the architectures in file names can decide."""
+        """Return whether not even the architectures in file names can decide."""
         return bool(self.families or self.dtypes or self.head_dims)
 
     def keeps(self, row: KernelRow) -> bool:
-        """Whether a kernel passes."""
+        """Return whether a kernel passes."""
         return (
             (self.sm is None or row.architecture.runs_on(self.sm))
             and (not self.families or not families_of(row).isdisjoint(self.families))
@@ -96,7 +96,7 @@ class KernelFilter:
         )
 
     def keeps_file(self, relative: str) -> bool:
-        """Whether a file without metadata passes the globs (by its path in the release or its name).
+        """Return whether a file without metadata passes the globs (by its path in the release or its name).
 
         One whose name tells an architecture has to run on ``sm``, too.
         """
@@ -155,7 +155,7 @@ def _allows(asked: Collection[object], stated: Set[object]) -> bool:
 
 
 def is_stated(wanted: KernelFilter, rows: Iterable[KernelRow]) -> bool:
-    """Whether some kernel states a type that is asked for, and some kernel a head size; true where none is asked."""
+    """Return whether some kernel states a type that is asked for, and some a head size; true where none is."""
     dtypes, head_dims = set(wanted.dtypes), set(wanted.head_dims)
     for row in rows if dtypes or head_dims else ():
         if not dtypes.isdisjoint(dtypes_of(row)):
@@ -166,7 +166,7 @@ def is_stated(wanted: KernelFilter, rows: Iterable[KernelRow]) -> bool:
 
 
 def why_nothing_passes(wanted: KernelFilter, rows: Sequence[KernelRow]) -> str:
-    """Which value of a filter no kernel has, and which values there are; else that they exclude each other."""
+    """Say which value of a filter no kernel has, and which there are; else that they exclude each other."""
     families, dtypes, head_dims = (
         sorted({value for row in rows for value in of(row)}) for of in (families_of, dtypes_of, head_dims_of)
     )

@@ -88,7 +88,7 @@ class KernelMeta:
 
     @property
     def takes_any_page(self) -> bool:
-        """Whether the kernel reads the page size at run time: 128 tokens in the metadata, none in its name."""
+        """Return whether the kernel reads the page size at run time: 128 tokens in the metadata, none in its name."""
         return self.tokens_per_page == ANY_PAGE_TOKENS and f"P{ANY_PAGE_TOKENS}" not in self.symbol
 
     @property
@@ -195,7 +195,7 @@ def _rows(text: str, after: int, struct: str, names: tuple[str, ...], origin: st
 
 
 def _place_of(column: Column, names: tuple[str, ...]) -> tuple[int, Column, Callable[[str], object]]:
-    """Where a column's cell stands in a row, and what reads it; a stand-in is read as what it stands for."""
+    """The place of a column's cell in a row, and its reader; a stand-in is read as what it stands for."""
     reader = _READERS[column.kind]
     if column.name in names:
         return names.index(column.name), column, reader

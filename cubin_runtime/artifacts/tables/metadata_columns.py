@@ -9,7 +9,7 @@ from ...values import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """How one column of the header becomes one field: ``kind`` is dtype, sm, uint, bool, symbol or digest.
+    """The conversion of one column of the header to one field: ``kind`` is dtype, sm, uint, bool, symbol or digest.
 
     ``stand_in`` is the column that says the same in releases that do not have this one, ``absent`` the cell that
     stands for it there.

@@ -45,7 +45,7 @@ def bounded(call: CallT) -> CallT:
 
 
 def plan_key(call: Call) -> tuple[object, ...]:
-    """What a plan depends on: shapes, strides, dtypes, options, the rounded bound; no address and no scale."""
+    """The values that a plan depends on: shapes, strides, dtypes, options, rounded bound; no address and no scale."""
     parts = [_form(getattr(call, name)) for name in _FORM_FIELDS[type(call)]]
     return (type(call), bound_of(call), call.shares_pool, *parts)
 

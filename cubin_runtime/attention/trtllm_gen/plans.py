@@ -47,7 +47,7 @@ class AttentionPlan:
 
     @property
     def runtime(self) -> PlanRuntime:
-        """What it was planned with."""
+        """The call that it was planned with."""
         return self._runtime
 
     @property

@@ -133,7 +133,7 @@ def attend_cache(queries: Queries, cache: Cache, lengths: Any, options: Options)
 
 
 def _is_decode(queries: Queries, cache: Cache, lengths: Any, options: Options) -> bool:
-    """Whether the decode kernels serve: a few causal tokens of each request over many keys, no more than the output."""
+    """Return whether the decode kernels serve: a few causal tokens of each request over many keys, only the output."""
     if queries.sums is not None or options.returns_lse or options.softcap != 0:
         return False
     if cache.table is None and not is_torch(queries.q):

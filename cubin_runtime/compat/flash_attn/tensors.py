@@ -1,4 +1,4 @@
-"""What flash-attention's layouts need beyond our operators' tensors: views, and small tensors made on the device."""
+"""Tensors that flash-attention's layouts need beyond our operators': views, and small tensors made on the device."""
 
 from __future__ import annotations
 

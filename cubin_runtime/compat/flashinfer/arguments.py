@@ -103,7 +103,7 @@ class Arguments:
 
 @cache
 def _checks(operator: Callable[..., Any]) -> tuple[OptionCheck, ...]:
-    """How the operator's options are checked."""
+    """The checks of the operator's options."""
     return option_checks(inspect.get_annotations(inspect.unwrap(operator)))
 
 

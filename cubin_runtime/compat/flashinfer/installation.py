@@ -32,7 +32,7 @@ class _Replacement:
 
 
 class _State:
-    """What is replaced in this process, and by how many handles."""
+    """The replacements in this process, and the number of handles that made them."""
 
     handles = 0
     replacements: tuple[_Replacement, ...] = ()

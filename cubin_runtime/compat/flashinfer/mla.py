@@ -234,7 +234,7 @@ def _check_lse_base(base: Any) -> None:
 
 
 def _has_natural_lse(given: Arguments, heads: int, page_size: int) -> bool:
-    """Whether the LSE leaves in base e."""
+    """Return whether the LSE leaves in base e."""
     if given.return_lse_base is not None:
         return given.return_lse_base == "basee"
     of_cute_dsl = heads in _BASE_E_HEADS or page_size not in _BASE_2_PAGES

@@ -83,7 +83,7 @@ def output_of(given: Arguments, shape: tuple[int, ...], default_dtype: str) -> O
 
 
 def is_fp4(given: Arguments) -> bool:
-    """Whether the output is FP4: by its dtype, or because it is an ``FP4Tensor`` (ours or FlashInfer's)."""
+    """Return whether the output is FP4: by its dtype, or because it is an ``FP4Tensor`` (ours or FlashInfer's)."""
     return _dtype_word(given.out_dtype) == NVFP4 or (hasattr(given.out, "data") and hasattr(given.out, "scale"))
 
 
@@ -101,7 +101,7 @@ def lse_of(given: Arguments, shape: tuple[int, int], *, natural: bool = False) -
 
 
 def with_lse(given: Arguments, output: Output, lse: Any, *, natural: bool = False) -> Any:
-    """What a call returns: (output, lse), or output. Kernels fill ``lse`` in base 2; it leaves in base e if natural."""
+    """Return the result: (output, lse), or output. Kernels fill ``lse`` in base 2; it leaves in base e if natural."""
     if lse is not None and natural:
         given.runtime.memory.scale_in_place(lse, math.log(2))
     return (output.tensor, lse) if given.return_lse else output.tensor

@@ -32,7 +32,7 @@ class Comparison(NamedTuple):
 
     @property
     def ok(self) -> bool:
-        """Whether the output is within tolerance."""
+        """Return whether the output is within tolerance."""
         return not self.wrong and self.error <= self.tolerance
 
     def __str__(self) -> str:

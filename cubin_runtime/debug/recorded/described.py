@@ -1,4 +1,4 @@
-"""What is recorded about a call besides contents: its tensors' forms, options, kernels, and where it ran."""
+"""The recorded description of a call, besides contents: its tensors' forms, options, kernels, and where it ran."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SCALARS = (bool, int, float, str)
 
 @dataclass(frozen=True, slots=True)
 class PageTable:
-    """Which pages a call reads: tensors by their names, and what an entry of the table counts.
+    """The pages that a call reads: tensors by their names, and what an entry of the table counts.
 
     ``keys_per_entry`` is the page size; entries that are keys are divided by ``keys_per_page``.
     """

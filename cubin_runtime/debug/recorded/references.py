@@ -27,7 +27,7 @@ class NoReferenceError(Exception):
 
 
 class Reference(NamedTuple):
-    """What a call should have computed, and how far kernels may be from it.
+    """The result that a call should have, and the distance from it that kernels may have.
 
     ``out`` is ``[tokens, heads, head_dim]``, ``lse`` ``[tokens, heads]``, base 2. ``notes`` tell of inputs outside
     their bounds, which kernels clamp: the output is then no attention. ``of_scores`` is what scores may be off by where
@@ -97,7 +97,7 @@ class _Inputs:
         return {name: own for name in KV_SCALES if (own := self.optional(name)) is not None}
 
     def starts(self) -> NDArray[Any] | None:
-        """Where each request's query tokens begin; None: all have the same number.
+        """Return where each request's query tokens begin; None: all have the same number.
 
         Raises:
             ValueError: they decrease, or are not from 0 to the tokens of the queries.
@@ -139,7 +139,7 @@ class _Inputs:
         return np.clip(np.searchsorted(stored, ids), 0, stored.size - 1)
 
     def score_error(self, q: NDArray[Any], keys: NDArray[Any], scale: float, q_name: str, k_name: str) -> float:
-        """What tensor cores drop of sums of e4m3 products, at most; see ``comparison``."""
+        """The most that tensor cores drop of sums of e4m3 products; see ``comparison``."""
         import numpy as np
 
         dtypes = {self.call.tensors[name].view.dtype for name in (q_name, k_name)}

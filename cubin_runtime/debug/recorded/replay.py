@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ReplayReport:
-    """What a replay found.
+    """The result of a replay.
 
     Attributes:
         file: the recorded call's file.
@@ -44,7 +44,7 @@ class ReplayReport:
 
     @property
     def ok(self) -> bool:
-        """Whether every output that was compared is within tolerance; the last run counts, if there is one."""
+        """Return whether every output that was compared is within tolerance; the last run counts, if there is one."""
         return all(one.ok for one in (self.replayed if self.device else self.recorded))
 
     def lines(self) -> list[str]:

@@ -20,7 +20,7 @@ _POISON = 0xFF  # NaN in all float dtypes
 
 
 def reruns(operator: str) -> bool:
-    """Whether calls of ``operator`` can be run again."""
+    """Return whether calls of ``operator`` can be run again."""
     return operator in _OPERATORS or operator in _trtllm_gen_kinds()
 
 

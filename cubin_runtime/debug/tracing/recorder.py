@@ -40,7 +40,7 @@ class Recorder(Observer):
 
     @property
     def untraced(self) -> Mapping[str, int]:
-        """How many calls were not written, by the reason."""
+        """The number of calls that were not written, by the reason."""
         with self._lock:
             return MappingProxyType(dict(self._untraced))
 
@@ -107,7 +107,7 @@ def record(call: TracedCall | str) -> None:
 
 
 def recording() -> bool:
-    """Whether any recorder of traces is entered."""
+    """Return whether any recorder of traces is entered."""
     return any(isinstance(one, Recorder) for one in observers())
 
 

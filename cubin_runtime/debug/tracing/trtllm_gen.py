@@ -65,7 +65,7 @@ def traced_trtllm_gen(call: Call) -> TracedCall | str:
 
 
 def _without_form(call: Call) -> str:
-    """What of the call has no field, or no reference; empty if all has."""
+    """Name what of the call has no field, or no reference; empty if all has."""
     if not isinstance(call, PagedCall | RaggedCall) or (isinstance(call, DecodeCall) and call.top_k > 0):
         return "sparse keys"
     if "uint8" in (call.key.dtype, call.value.dtype, call.out.dtype):

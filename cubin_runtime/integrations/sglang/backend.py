@@ -66,7 +66,7 @@ class CubinRuntimeAttnBackend(PagedAttnBackend):
         return LayerOptions(*own, *self._scales(layer))
 
     def _scales(self, layer: Any) -> tuple[Any, Any]:
-        """What keys and values are divided by as they are written, and multiplied by as they are read; None: 1."""
+        """The scales by which keys and values are divided when written, and multiplied when read; None: 1."""
         return (layer.k_scale, layer.v_scale) if self._pool.dtype == torch.float8_e4m3fn else (None, None)
 
     def _caches(self, layer: Any) -> tuple[Any, Any]:

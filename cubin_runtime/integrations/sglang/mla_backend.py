@@ -23,7 +23,7 @@ _DTYPES = {torch.bfloat16: "bfloat16", torch.float8_e4m3fn: "float8_e4m3fn"}
 
 
 def forward_method(attn: Any, forward_batch: Any) -> Any:
-    """How SGLang's layers with MLA run a step on our backend: prompts on projected keys, the rest in the latent space.
+    """The backend of SGLang's layers with MLA: a step's prompts run on projected keys, the rest in the latent space.
 
     It is a handler of SGLang's ``AttentionBackendRegistry``.
     """

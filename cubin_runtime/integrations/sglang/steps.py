@@ -16,7 +16,7 @@ from .versions import draft_shape, is_deterministic
 
 
 class PagedAttnBackend(AttentionBackend):  # type: ignore[misc]
-    """What our backends have in common: ``forward_metadata`` is the step's ``PagedBatch``."""
+    """The common part of our backends: ``forward_metadata`` is the step's ``PagedBatch``."""
 
     def __init__(self, model_runner: Any, page_sizes: Sequence[int]) -> None:
         """Read what a step needs of the model runner.

@@ -1,4 +1,4 @@
-"""What differs between the versions of SGLang, 0.5.16 to 0.5.23: each difference is asked of the engine itself."""
+"""The differences between the versions of SGLang, 0.5.16 to 0.5.23: each is asked of the engine itself."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def add_backend(make: Callable[[Any], Any]) -> None:
 
 
 def is_deterministic() -> bool:
-    """Whether the server runs with deterministic inference."""
+    """Return whether the server runs with deterministic inference."""
     from sglang.srt import runtime_context
 
     if hasattr(runtime_context, "get_exec"):
@@ -73,7 +73,7 @@ def draft_shape() -> tuple[int, int]:
 
 
 def write_location(forward_batch: Any) -> Any:
-    """Where the pool writes a step's keys and values."""
+    """Return where the pool writes a step's keys and values."""
     from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
     if hasattr(KVWriteLoc, "for_batch"):

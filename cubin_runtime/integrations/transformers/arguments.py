@@ -1,4 +1,4 @@
-"""What transformers hands to an attention function besides tensors: honoured, of no consequence, or refused."""
+"""The arguments of an attention function of transformers besides tensors: honoured, of no consequence, or refused."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def check_window_without_mask(sliding_window: Any, packed: Packed | None, kv_len
 
 
 def causal_without_mask(module: Any, is_causal: Any, rows: int) -> bool:
-    """Whether a layer is causal to which the model gave no mask, with ``rows`` queries that it could matter to.
+    """Return whether a layer is causal to which the model gave no mask, with ``rows`` queries that it could matter to.
 
     Raises:
         UsageError: only the layer's attribute says that it is; transformers' own functions do not agree on that.

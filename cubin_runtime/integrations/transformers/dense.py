@@ -21,7 +21,7 @@ class Drafts(NamedTuple):
 
 
 def is_dense(attention_mask: Any, q_len: int, kv_len: int) -> bool:
-    """Whether this is a mask of booleans or of addends, ``[batch, heads, q_len, kv_len]``, for a step of few tokens."""
+    """Return whether it is a mask of booleans or addends, ``[batch, heads, q_len, kv_len]``, for few tokens."""
     import torch
 
     if type(attention_mask) is not torch.Tensor or attention_mask.ndim != 4:

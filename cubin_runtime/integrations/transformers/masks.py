@@ -1,4 +1,4 @@
-"""What a model's mask says, in the few bytes that the kernels need instead of one byte per query and key.
+"""The content of a model's mask, in the few bytes that the kernels need instead of one byte per query and key.
 
 A model asks for its masks once per forward pass, and hands them to its layers. ``mask`` returns one of these, all of
 four dimensions, because transformers passes a mask of four dimensions on as it is. A model that computes with its mask
@@ -61,7 +61,7 @@ _MOST_READS = 2  # a model has masks of two kinds
 
 
 def read_before(attention_mask: Any, q_len: int, kv_len: int) -> Mask | None:
-    """What ``read`` gave a layer before; None: nothing, or one with other numbers of queries or keys."""
+    """Return what ``read`` gave a layer before; None: nothing, or one with other numbers of queries or keys."""
     found = getattr(attention_mask, "last_read", None)
     if found is not None:
         return found[1] if found[0] == (q_len, kv_len) else None
@@ -74,7 +74,7 @@ def read_before(attention_mask: Any, q_len: int, kv_len: int) -> Mask | None:
 
 
 def read(attention_mask: Any, q_len: int, kv_len: int) -> Mask:
-    """What ``mask`` returned, for a layer with ``q_len`` queries and ``kv_len`` keys.
+    """Return what ``mask`` returned, for a layer with ``q_len`` queries and ``kv_len`` keys.
 
     Raises:
         UsageError: it has another layout, or was made for another number of keys.
@@ -265,7 +265,7 @@ class _Pattern(NamedTuple):
 
 
 def _pattern(function: Callable[..., Any] | None, custom: bool) -> _Pattern:
-    """What a mask function says.
+    """The content of a mask function.
 
     Raises:
         UsageError: the pattern is none that the kernels have.

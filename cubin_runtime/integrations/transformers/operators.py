@@ -76,7 +76,7 @@ def attend_cached(q: Any, k: Any, v: Any, *, cache_seqlens: Any, block_table: An
 
 
 def _is_decoded(q: Any, k: Any, v: Any, block_table: Any, *, softcap: float = 0.0, **_: Any) -> bool:
-    """Whether ``attend_cache`` would decode one token of each request."""
+    """Return whether ``attend_cache`` would decode one token of each request."""
     (batch, _, heads, head_dim), (requests, _, kv_heads, _) = q.shape, k.shape
     of_pages = block_table is not None or requests == batch
     return not softcap and of_pages and has_decode_kernel(heads, kv_heads, head_dim, v.shape[3])
@@ -187,7 +187,7 @@ def decode_masked(
 
 
 class Operators(NamedTuple):
-    """What attends, by the form of the call. A test without a GPU gives functions of its own."""
+    """The functions that attend, by the form of the call. A test without a GPU gives functions of its own."""
 
     even: Callable[..., Any] = attend_even
     ragged: Callable[..., Any] = attend_packed

@@ -10,7 +10,7 @@ from .operators import Operators
 
 
 def fits(head_dim: int, value_dim: int) -> bool:
-    """Whether a kernel takes queries and keys of ``head_dim`` columns with values of ``value_dim``."""
+    """Return whether a kernel takes queries and keys of ``head_dim`` columns with values of ``value_dim``."""
     return VALUE_DIMS.get(head_dim) == value_dim
 
 

@@ -55,7 +55,7 @@ def refused_drafts(config: Any) -> str | None:
 
 
 class HopperBackend:
-    """What the backends of all layers answer alike; in front of vLLM's own class."""
+    """The answers that the backends of all layers give alike; in front of vLLM's own class."""
 
     @staticmethod
     def get_name() -> str:
@@ -143,7 +143,7 @@ class CubinRuntimeBackend(HopperBackend, cache_interface(), AttentionBackend):  
 
 
 def partition_of(parallel: Any) -> KvPartition | None:
-    """How vLLM deals keys to the ranks of decode context parallelism; None: each rank has them all."""
+    """Return how vLLM deals keys to the ranks of decode context parallelism; None: each rank has them all."""
     if parallel.decode_context_parallel_size == 1:
         return None
     group = parallel_state.get_dcp_group()
@@ -157,7 +157,7 @@ def keys_of_a_rank(partition: KvPartition | None, keys: int) -> int:
 
 
 def _has_context(step: Any, decodes: int) -> bool:
-    """Whether a request behind the decodes may have keys before its new tokens, as the host knows it on all ranks."""
+    """Return whether a request behind the decodes may have keys before its new tokens, as all ranks' hosts know."""
     lengths = step.seq_lens_cpu_upper_bound
     behind = slice(decodes, step.num_reqs)
     return lengths is None or bool((lengths[behind] > step.query_start_loc_cpu.diff()[behind]).any())

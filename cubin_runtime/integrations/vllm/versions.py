@@ -1,4 +1,4 @@
-"""What differs between the versions of vLLM, 0.26 to 0.33: each difference is asked of the engine itself."""
+"""The differences between the versions of vLLM, 0.26 to 0.33: each is asked of the engine itself."""
 
 from __future__ import annotations
 
@@ -130,10 +130,10 @@ class CacheShapes:
 
 
 def cache_interface() -> type:
-    """What a backend says of the cache, as a base class for it."""
+    """Return the base class with what a backend says of the cache."""
     return CacheLayouts if _has_layouts() else CacheShapes
 
 
 def latent_cache_interface() -> tuple[type, ...]:
-    """What a backend says of a latent cache, whose shape vLLM knows, as base classes for it."""
+    """Return the base classes with what a backend says of a latent cache, whose shape vLLM knows."""
     return (CacheLayouts,) if _has_layouts() else ()

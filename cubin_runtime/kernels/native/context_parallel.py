@@ -1,4 +1,4 @@
-"""Which keys of a request a rank holds with context parallelism, and the fields of a struct that tell a kernel."""
+"""The keys of a request that a rank holds with context parallelism, and the fields of a struct that tell a kernel."""
 
 from __future__ import annotations
 

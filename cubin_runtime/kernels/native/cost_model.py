@@ -65,7 +65,7 @@ class Costs:
 
     @property
     def calibration_text(self) -> str:
-        """What the constants were fitted to; and what of them is this GPU's, where another was measured."""
+        """Say what the constants were fitted to, and which of them are this GPU's, where another was measured."""
         if self.gpu in self.calibration.device:
             return str(self.calibration)
         return f"{self.calibration}; here with {self.read_tb_per_s:g} TB/s, as none on an {self.gpu} is in the fit"
@@ -112,7 +112,7 @@ class Estimate(NamedTuple):
 
     @property
     def limit(self) -> str:
-        """What most of the time goes to."""
+        """The part that most of the time goes to."""
         terms = {"DRAM reads": self.dram_us, "L2 reads": self.l2_us, "a CTA's tiles": self.tiles_us}
         terms["latency"] = self.fixed_us + self.merge_us
         return max(terms, key=lambda name: terms[name])

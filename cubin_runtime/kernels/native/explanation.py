@@ -56,7 +56,7 @@ def fields_of(value: Any) -> dict[str, object]:
 
 
 def _choice(selections: Sequence[Selection], shape: Any, device: DeviceFacts, estimates: Sequence[Estimate]) -> Facts:
-    """What is launched; of one launch also why, of several the reasons are details."""
+    """The launches; of one launch also why, of several the reasons are details."""
     facts: list[tuple[str, object]] = [("launches", len(selections))] if len(selections) > 1 else []
     for selection in selections:
         kernel = selection.kernel

@@ -1,4 +1,4 @@
-"""What each decode kernel takes to start and for a tile, as the cost model counts it, and where the times come from."""
+"""The times of each decode kernel to start and for a tile, as the cost model counts them, and their origin."""
 
 from __future__ import annotations
 

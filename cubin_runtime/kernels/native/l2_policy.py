@@ -1,4 +1,4 @@
-"""What L2 does with the keys, values and states that a kernel reads, and why; the build's flags say it."""
+"""The treatment by L2 of the keys, values and states that a kernel reads, and why; the build's flags say it."""
 
 from __future__ import annotations
 

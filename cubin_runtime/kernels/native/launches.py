@@ -24,7 +24,7 @@ SelectionT_co = TypeVar("SelectionT_co", covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class KernelFile:
-    """Where a kernel's cubin is, its digest, and the struct that it takes."""
+    """The place of a kernel's cubin, its digest, and the struct that it takes."""
 
     path: ArtifactPath
     sha256: str

@@ -1,4 +1,4 @@
-"""What the problems of all native attention kernels share: queries, outputs, lengths, scales, and their parameters."""
+"""The common part of all native attention problems: queries, outputs, lengths, scales, and their parameters."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def kv_scale_strides(k: tuple[int, int], v: tuple[int, int]) -> dict[str, object
 
 
 def page_size_log2(page_size: int) -> int:
-    """What kernels divide tokens by: a page whose size is no power of two is the only one of its request."""
+    """The log2 by which kernels divide tokens: a page whose size is no power of two is the only one of its request."""
     return page_size.bit_length() - 1 if page_size.bit_count() == 1 else _ONLY_PAGE_LOG2
 
 

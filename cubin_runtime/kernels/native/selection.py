@@ -1,4 +1,4 @@
-"""What the selections of all native kernels have in common: the kernel of a launch, its reason, and the candidates."""
+"""The common part of the selections of all native kernels: the kernel of a launch, its reason, and the candidates."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Candidate:
         return None
 
     def cells(self) -> dict[str, object]:
-        """What a table shows of one that can be launched, by column."""
+        """The cells of a table for one that can be launched, by column."""
         return {}
 
     def record(self) -> dict[str, object]:
-        """What JSON shows of one that can be launched."""
+        """The JSON values of one that can be launched."""
         return {}
 
 
@@ -68,11 +68,11 @@ class Selection:
         return self.ctas, 1, 1
 
     def facts(self, shape: Any) -> Facts:
-        """What is particular to the family, for that problem."""
+        """The facts that are particular to the family, for that problem."""
         raise NotImplementedError
 
     def details(self, shape: Any) -> Facts:
-        """What else a curious reader may ask."""
+        """Further facts that a curious reader may ask for."""
         return ()
 
 

@@ -23,5 +23,5 @@ def ceil_div(dividend: int, divisor: int) -> int:
 
 
 def is_power_of_two(value: int) -> bool:
-    """Whether ``value`` is 1, 2, 4, ..."""
+    """Return whether ``value`` is 1, 2, 4, ..."""
     return value > 0 and value & (value - 1) == 0

@@ -1,4 +1,4 @@
-"""What all calls of trtllm-gen kernels have in common."""
+"""The common part of all calls of trtllm-gen kernels."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Heads(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """What all calls take.
+    """The arguments that all calls take.
 
     Attributes:
         query: ``[tokens, heads, head_dim]``, fp16, bf16 or e4m3; all requests' tokens in order.
@@ -86,7 +86,7 @@ class Call:
 
     @property
     def shares_pool(self) -> bool:
-        """Whether K and V are one page pool, that is, begin at one address."""
+        """Return whether K and V are one page pool, that is, begin at one address."""
         return False
 
     def problem(self, device: Device, workspace: tuple[int, int], counters: int | None = None) -> Problem:

@@ -1,4 +1,4 @@
-"""What is launched for one call: kernel, grid, attributes, parameters, and the launches that follow."""
+"""The launch for one call: kernel, grid, attributes, parameters, and the launches that follow."""
 
 from __future__ import annotations
 

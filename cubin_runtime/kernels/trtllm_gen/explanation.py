@@ -18,7 +18,7 @@ PARAMETER_COLUMNS = ("offset", "parameter", "type", "value", "meaning")
 
 
 def choice(decision: Decision) -> Facts:
-    """What is launched and for what, as (name, value)."""
+    """The launch and its problem, as (name, value)."""
     meta, problem, geometry = decision.meta, decision.problem, decision.selection.geometry
     x, y, z = decision.grid
     rows: list[tuple[str, object]] = [
@@ -39,7 +39,7 @@ def choice(decision: Decision) -> Facts:
 
 
 def details(decision: Decision) -> tuple[Facts | Table, ...]:
-    """What else belongs to the launch, and the tables that have rows."""
+    """Further facts of the launch, and the tables that have rows."""
     tables = (
         Table(PASS_COLUMNS, pass_rows(decision)),
         Table(CANDIDATE_COLUMNS, candidate_rows(decision)),

@@ -13,7 +13,7 @@ _ADDRESSES = 1 << 64
 
 
 def is_mla(head_dim_qk: int, head_dim_v: int, sparse: bool) -> bool:
-    """Whether the head dimensions are those of multi-head latent attention."""
+    """Return whether the head dimensions are those of multi-head latent attention."""
     heads = (head_dim_qk, head_dim_v)
     return heads in _MLA_HEADS or (sparse and heads == _SPARSE_MLA_HEADS)
 
@@ -23,7 +23,7 @@ NUMBERS = ("softmax_scale_log2", "output_scale", "scale_out_scales", "first_out_
 
 
 class Bindings(NamedTuple):
-    """What may differ between calls that share a plan: device addresses (0: absent) and scales.
+    """The values that may differ between calls that share a plan: device addresses (0: absent) and scales.
 
     ``counters``, ``softmax_stats`` and ``scratch`` are addresses in the workspace, ``partial_out`` lies in the scratch.
     ``device_softmax_scale_log2`` and ``device_output_scale`` are addresses of numbers that replace
@@ -139,22 +139,22 @@ class Problem:
 
     @property
     def is_mla(self) -> bool:
-        """Whether the head dimensions are those of multi-head latent attention."""
+        """Return whether the head dimensions are those of multi-head latent attention."""
         return is_mla(self.head_dim_qk, self.head_dim_v, self.sparse != SparseType.NONE)
 
     @property
     def is_generation(self) -> bool:
-        """Whether this is decode, as opposed to context (prefill)."""
+        """Return whether this is decode, as opposed to context (prefill)."""
         return self.kernel_type != KernelType.CONTEXT
 
     @property
     def has_lse(self) -> bool:
-        """Whether the call wants the log-sum-exp."""
+        """Return whether the call wants the log-sum-exp."""
         return self.bindings.lse != 0
 
     @property
     def skips_softmax(self) -> bool:
-        """Whether blocks of scores below a threshold may be skipped."""
+        """Return whether blocks of scores below a threshold may be skipped."""
         return self.skip_softmax_factor != 0.0
 
     @property

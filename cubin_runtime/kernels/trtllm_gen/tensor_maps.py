@@ -102,7 +102,7 @@ def _out(problem: Problem, meta: KernelMeta) -> TensorMapSpec:
 
 @dataclass(frozen=True, slots=True)
 class _Kv:
-    """What the descriptors of K, V and their scales share.
+    """The common part of the descriptors of K, V and their scales.
 
     ``packing`` is 2 for FP4 that stays packed, whose elements are bytes; ``unpacked`` FP4 is widened by the TMA copy.
     ``row`` is the number of elements of a box row, ``keys_per_tile`` the number of KV tokens of a box.

@@ -19,7 +19,7 @@ class QkvLayout(IntEnum):
 
 
 class MaskType(IntEnum):
-    """Which keys a query attends to."""
+    """The keys that a query attends to."""
 
     DENSE = 0
     CAUSAL = 1
@@ -38,14 +38,14 @@ class KernelType(IntEnum):
 
 
 class TileScheduler(IntEnum):
-    """Whether each CTA computes one tile or loops over several."""
+    """The choice between one tile for each CTA and a loop over several."""
 
     STATIC = 0
     PERSISTENT = 1
 
 
 class MultiCtasMode(IntEnum):
-    """How CTAs that share one sequence's KV merge their partial results."""
+    """The way in which CTAs that share one sequence's KV merge their partial results."""
 
     DISABLED = 0
     GMEM = 1

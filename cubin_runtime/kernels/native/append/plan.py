@@ -90,12 +90,12 @@ class AppendProblem:
 
 
 def reciprocal(divisor: int) -> int:
-    """What the kernel multiplies with to divide numbers below 2^32 / ``divisor``; that is at least 2."""
+    """The factor with which the kernel divides numbers below 2^32 / ``divisor``; that is at least 2."""
     return -(-(1 << 32) // divisor)
 
 
 def chunk_tokens(tokens: int, token_units: int, batch_units: int, ctas: int) -> int:
-    """How many tokens a CTA takes at a time, so that the one with the most has as little to do as possible.
+    """The number of tokens that a CTA takes at a time, so that the one with the most has as little to do as possible.
 
     It copies batches of units, which end with a chunk.
     """

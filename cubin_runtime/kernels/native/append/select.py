@@ -1,4 +1,4 @@
-"""Which KV append kernel fits a problem on a device, and its grid."""
+"""Selection of the KV append kernel for a problem on a device, and its grid."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OPERATION = "append_kv"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AppendShape:
-    """What decides the kernel and the grid. ``dtype`` is that of the new keys and values, ``kv_dtype`` the caches'."""
+    """The facts that decide kernel and grid. ``dtype`` is that of the new keys and values, ``kv_dtype`` the caches'."""
 
     dtype: str
     kv_dtype: str

@@ -65,7 +65,7 @@ class Grid(NamedTuple):
 
 
 class Tiling(NamedTuple):
-    """How a kernel tiles requests of one form, whatever their number: bounds, as ragged requests may need fewer.
+    """The tiling of requests of one form by a kernel, whatever their number: bounds, as ragged requests may need fewer.
 
     ``resident`` is how many of its CTAs fit on a multiprocessor, ``row_tiles`` are those of a request, ``tiles`` the KV
     tiles of one output tile (request, KV head, row tile), ``tile_bytes`` the bytes of a KV tile,
@@ -99,7 +99,7 @@ class Extent(NamedTuple):
 
 
 def tiling_of(kernel: NativeKernel, shape: DecodeShape, part: Part, device: DeviceFacts, costs: Costs) -> Tiling:
-    """How ``kernel`` tiles the requests of ``part``, whatever their number and their total number of tokens."""
+    """The tiling of the requests of ``part`` by ``kernel``, whatever their number and their total number of tokens."""
     by_shared = device.shared_bytes_per_multiprocessor // (kernel.dynamic_shared_bytes + _RESERVED_SHARED_BYTES)
     resident = max(1, min(by_shared, trait_of(kernel, "ctas_per_multiprocessor")))
     rows, tile_tokens = trait_of(kernel, "rows"), trait_of(kernel, "tile_tokens")
@@ -283,7 +283,7 @@ def least_us(tiling: Tiling, extent: Extent, shape: DecodeShape) -> float:
 
 
 def _drifts(tiling: Tiling, shape: DecodeShape, all_tiles: int, ctas: int) -> bool:
-    """Whether row tiles of the same keys would drift apart at the bound, with whole output tiles in each CTA."""
+    """Return whether row tiles of the same keys would drift apart at the bound, with whole output tiles in each CTA."""
     return not shape.batch_invariant and tiling.row_tiles > 1 and all_tiles * tiling.tile_tokens > ctas * _DRIFT_TOKENS
 
 
@@ -293,7 +293,7 @@ def _slack_tiles(tiling: Tiling, extent: Extent, ctas: int) -> int:
 
 
 def _takes_clusters(grid: Grid, shape: DecodeShape, all_tiles: int, longest: int) -> bool:
-    """Whether each output tile has a cluster, where the longest has so many KV tiles: as the kernel decides it."""
+    """Return whether each output tile has a cluster, where the longest has so many KV tiles, as the kernel does."""
     size = grid.cluster_size
     return size > 0 and (shape.batch == 1 or -(-longest // size) <= all_tiles // grid.ctas + grid.slack_tiles)
 

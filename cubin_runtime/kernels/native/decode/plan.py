@@ -53,7 +53,7 @@ class DecodeProblem(Problem):
     v_table_offset: int = 0
 
     def shape(self, *, ragged: bool, batch_invariant: bool) -> DecodeShape:
-        """What a kernel is chosen by."""
+        """The shape that a kernel is chosen by."""
         return DecodeShape(
             dtype=self.kv_dtype,
             q_dtype=self.q_dtype,

@@ -1,4 +1,4 @@
-"""Which native decode kernels fit a problem on a device, and the grids they get: a pure choice from metadata."""
+"""Selection of the native decode kernels for a problem on a device, and their grids: a pure choice from metadata."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class DecodeSelection(Selection):
         return cluster_size, self.cta_group_size, self.ctas // (self.cta_group_size * cluster_size)
 
     def facts(self, shape: DecodeShape) -> Facts:
-        """How the keys of a request are split."""
+        """A sentence on how the keys of a request are split."""
         split = "stream-K over all output tiles"
         if self.cluster_size:
             size = self.cluster_size

@@ -15,7 +15,7 @@ _INVARIANT_SPLITS = 128
 
 @dataclass(frozen=True, slots=True)
 class DecodeShape:
-    """What decides the kernel and the grid: bounds, never the lengths themselves.
+    """The facts that decide the kernel and the grid: bounds, never the lengths themselves.
 
     ``dtype`` is that of the KV cache and ``q_dtype`` that of the queries (``bf16``, ``fp16``, ``e4m3``; empty: as the
     cache's), ``group`` the query heads per KV head,

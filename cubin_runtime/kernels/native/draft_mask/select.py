@@ -1,4 +1,4 @@
-"""Which kernel packs draft masks on a device, and its grid."""
+"""Selection of the kernel that packs draft masks on a device, and its grid."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OPERATION = "draft_mask"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftMaskShape:
-    """What decides the grid: requests, and the query tokens of each, or their bound."""
+    """The facts that decide the grid: requests, and the query tokens of each, or their bound."""
 
     batch: int
     q_len: int

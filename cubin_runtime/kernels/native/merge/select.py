@@ -1,4 +1,4 @@
-"""Which kernel merges partial results on a device, and its grid."""
+"""Selection of the kernel that merges partial results on a device, and its grid."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WARP_LANES = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergeShape:
-    """What decides the kernel and the grid; ``dtype`` is that of the partial outputs."""
+    """The facts that decide the kernel and the grid; ``dtype`` is that of the partial outputs."""
 
     dtype: str
     tokens: int
@@ -26,7 +26,7 @@ class MergeShape:
 
     @property
     def units(self) -> int:
-        """What a lane merges at a time, in a row."""
+        """The number of values that a lane merges at a time, in a row."""
         return self.head_dim // CONSTANTS.merge_values
 
     @property

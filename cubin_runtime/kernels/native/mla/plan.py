@@ -28,7 +28,7 @@ class MlaProblem(Problem):
     cache_strides: tuple[int, int]
 
     def shape(self, *, ragged: bool, batch_invariant: bool) -> MlaShape:
-        """What a kernel is chosen by."""
+        """The shape that a kernel is chosen by."""
         return MlaShape(
             dtype=self.kv_dtype,
             q_dtype=self.q_dtype,

@@ -1,4 +1,4 @@
-"""Which native MLA decode kernel fits a problem on a device, and the grid it gets: a pure choice from metadata."""
+"""Selection of the native MLA decode kernel for a problem on a device, and its grid: a pure choice from metadata."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ FEW_SLACK_TILES = 4
 
 @dataclass(frozen=True, slots=True)
 class MlaShape:
-    """What decides the kernel and the grid: bounds, never the lengths themselves.
+    """The facts that decide the kernel and the grid: bounds, never the lengths themselves.
 
     ``dtype`` is that of the KV cache, ``q_dtype`` that of the queries, ``latent`` the columns of a value (512 or 256)
     beside ``rope`` ones (64), ``q_len`` the query tokens of each request or, where ``ragged``, their bound.
@@ -186,7 +186,7 @@ def _unfit(kernel: NativeKernel, shape: MlaShape, number: int) -> str:
 
 
 def _few_rows(shape: MlaShape) -> bool:
-    """Whether kernels for few rows take it; under ``batch_invariant`` a bound on query tokens must not decide."""
+    """Return whether kernels for few rows take it; with ``batch_invariant`` a bound on query tokens must not decide."""
     return not shape.batch_invariant and shape.rows <= _FEW_ROWS[shape.dtype]
 
 

@@ -1,4 +1,4 @@
-"""Which context attention kernel fits a problem on a device, and the grid it gets: a pure choice from metadata."""
+"""Selection of the context attention kernel for a problem on a device, and its grid: a pure choice from metadata."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _FIXED_US = 10.0
 
 @dataclass(frozen=True, slots=True)
 class ContextShape:
-    """What decides the kernel and the grid: bounds, never the lengths themselves.
+    """The facts that decide the kernel and the grid: bounds, never the lengths themselves.
 
     ``dtype`` is that of queries and output, ``kv_dtype`` that of keys and values. ``tokens`` are the query tokens of
     all requests.
@@ -58,7 +58,7 @@ class ContextShape:
 
     @property
     def segments(self) -> bool:
-        """Whether decode must have the same bits."""
+        """Return whether decode must have the same bits."""
         return self.batch_invariant and self.head_dim in SEGMENT_HEAD_DIMS
 
     @property

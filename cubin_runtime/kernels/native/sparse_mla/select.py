@@ -1,4 +1,4 @@
-"""Which kernel decodes MLA over lists of cache rows on a device, and its grid."""
+"""Selection of the kernel that decodes MLA over lists of cache rows on a device, and its grid."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_WIDTH = 1 << 15
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SparseMlaShape:
-    """What decides the kernel and the grid.
+    """The facts that decide the kernel and the grid.
 
     ``cache_rows`` is one of ``ROW_FORMS``, ``batch`` the query tokens, ``width`` the entries of a list.
     """
