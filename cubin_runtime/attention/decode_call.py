@@ -59,7 +59,7 @@ def decode_tensors(
 
 @dataclass(frozen=True, slots=True)
 class DecodeOptions:
-    """What a decode is told besides tensors; see ``paged_decode``. A scale on the device is 1 here.
+    """The options of a decode; see ``paged_decode``. A scale on the device is 1 here.
 
     ``max_q_len`` is given where requests have query tokens of different number, and only there.
     """
@@ -82,7 +82,7 @@ class DecodeOptions:
 
     @property
     def drafts_by_index(self) -> bool:
-        """Whether the window of a query token with a mask counts from its index, not from its depth."""
+        """Return whether the window of a query token with a mask counts from its index, not from its depth."""
         return self.draft_position == "index"
 
     def keys_of_all_ranks(self, keys: int) -> int:
@@ -228,8 +228,8 @@ def check_options(call: DecodeCall, *, page_size: int, kv_heads: int) -> None:
             f"max_seq_len={bound}: expected 0 to {capacity}, which is what the page table's {columns} columns hold"
         )
     rows = call.q_len * (call.q_heads // kv_heads)
-    pairs = call.batch * kv_heads * -(-rows // _SMALLEST_ROWS)
-    tiles = pairs * (bound // _SMALLEST_TILE + 1)
+    output_tiles = call.batch * kv_heads * -(-rows // _SMALLEST_ROWS)
+    tiles = output_tiles * (bound // _SMALLEST_TILE + 1)
     if tiles >= _MAX_TILES:
         raise UsageError(f"batch x KV heads x max_seq_len={bound}: {tiles} tiles, expected below {_MAX_TILES}")
     if not -1 <= integer("window_left", options.window_left) < 1 << 31:

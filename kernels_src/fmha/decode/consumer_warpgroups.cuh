@@ -174,8 +174,8 @@ DEVICE void own_tops(const float (&scale)[2], const float (&s)[TILE_TOKENS / 2],
         float tops[CHAINS];
 #pragma unroll
         for (int j = 0; j < TILE_BLOCKS; ++j) {
-            const float output_tile = fmaxf(s[j * 4 + i * 2], s[j * 4 + i * 2 + 1]);
-            tops[j % CHAINS] = j < CHAINS ? output_tile : fmaxf(tops[j % CHAINS], output_tile);
+            const float larger = fmaxf(s[j * 4 + i * 2], s[j * 4 + i * 2 + 1]);
+            tops[j % CHAINS] = j < CHAINS ? larger : fmaxf(tops[j % CHAINS], larger);
         }
         top[i] = fmaxf(fmaxf(tops[0], tops[1]), fmaxf(tops[2], tops[3])) * scale[i];
     }

@@ -9,7 +9,7 @@ namespace paged_decode {
 // A KV tile is processed in blocks of 64 tokens, of which each warp takes 16.
 constexpr int BLOCK_TOKENS = 16 * KV_PARTITIONS;
 constexpr int BLOCKS = TILE_TOKENS / BLOCK_TOKENS;
-static_assert(BLOCKS * BLOCK_TOKENS == TILE_TOKENS, "a tile is whole tile_groups");
+static_assert(BLOCKS * BLOCK_TOKENS == TILE_TOKENS, "a tile is a whole number of blocks");
 // Chains of accumulation that hide the latency of Q K^T; the order of the additions does not depend on ROWS.
 constexpr int CHAINS = 2;
 
@@ -79,8 +79,8 @@ DEVICE float load_query(const Params& p, const WorkTile& work, int row_base, uin
             }
             return raw;
         };
-        const auto largest_of = [](uint32_t output_tile) {
-            const float2 value = unpack_bf16(output_tile);
+        const auto largest_of = [](uint32_t pair) {
+            const float2 value = unpack_bf16(pair);
             return fmaxf(fabsf(value.x), fabsf(value.y));
         };
         if (K_STEPS > BATCH && p.q_type == TYPE_BF16) {
@@ -202,8 +202,8 @@ struct LaneOffsets {
 };
 
 // The address of a token's 32 bytes number `step`, given that of the first; the next block is BLOCK_TOKENS further.
-DEVICE uint32_t step_address(uint32_t first, int step, int tile_group) {
-    return (first ^ (step * 32 % SPAN)) + step * 32 / SPAN * SPAN_BYTES + tile_group * BLOCK_TOKENS * SPAN;
+DEVICE uint32_t step_address(uint32_t first, int step, int block) {
+    return (first ^ (step * 32 % SPAN)) + step * 32 / SPAN * SPAN_BYTES + block * BLOCK_TOKENS * SPAN;
 }
 
 // S^T of the warp's blocks, not yet scaled.
@@ -331,8 +331,8 @@ DEVICE void softmax(const Queries& queries, float (&s)[BLOCKS][ROW_TILES][4], Ac
                     float& cell = s[b][n][half * 2 + i];
                     cell = exp2_approximate(fmaf(cell, queries.scale_of(n, i), -acc.anchor[n][i]));
                 }
-                const float output_tile = s[b][n][i] + s[b][n][i + 2];
-                sum = b == 0 ? output_tile : sum + output_tile;
+                const float block_sum = s[b][n][i] + s[b][n][i + 2];
+                sum = b == 0 ? block_sum : sum + block_sum;
             }
             acc.sum[n][i] += sum;
         }
@@ -359,9 +359,9 @@ DEVICE void multiply_values(uint32_t values, int low, int high, const uint32_t (
         if constexpr (EDGE) {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                const int output_tile = b * BLOCK_TOKENS + warp_first_token() + i * 8 + lane % 4 * 2;
-                keep[i] = (output_tile >= low && output_tile < high ? 0x0000ffffu : 0u) |
-                          (output_tile + 1 >= low && output_tile + 1 < high ? 0xffff0000u : 0u);
+                const int token = b * BLOCK_TOKENS + warp_first_token() + i * 8 + lane % 4 * 2;
+                keep[i] = (token >= low && token < high ? 0x0000ffffu : 0u) |
+                          (token + 1 >= low && token + 1 < high ? 0xffff0000u : 0u);
             }
         }
 #pragma unroll
