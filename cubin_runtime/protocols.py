@@ -23,10 +23,10 @@ DTypeName = Literal[
     "int64",
     "uint64",
 ]
-DecodeBackend = Literal["auto", "hopper"]
+DecodeBackend = Literal["auto", "native", "hopper"]  # hopper: the former name of native
 TrtllmGenBackend = Literal["auto", "trtllm-gen"]
 CompatBackend = Literal["auto", "xqa", "trtllm-gen"]
-CompatContextBackend = Literal["auto", "hopper", "trtllm-gen"]
+CompatContextBackend = Literal["auto", "native", "trtllm-gen", "hopper"]
 
 
 class DLPackTensor(Protocol):

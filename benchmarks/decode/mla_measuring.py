@@ -46,7 +46,7 @@ def ours_of(problem: MlaProblem, runtime: Runtime, stream: int, batch_invariant:
     """The plan, and a call for each page table."""
     p = problem
     options = {"max_seq_len": p.case.length, "softmax_scale": SCALE, "batch_invariant": batch_invariant}
-    plan = plan_mla_decode(p.q, p.cache, p.tables[0], p.lens, p.out, **options, backend="hopper", runtime=runtime)
+    plan = plan_mla_decode(p.q, p.cache, p.tables[0], p.lens, p.out, **options, backend="native", runtime=runtime)
     workspace = plan.prepare(stream)
 
     def call_of(table: torch.Tensor) -> Call:

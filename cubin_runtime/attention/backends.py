@@ -13,7 +13,8 @@ from ..values import dataclass
 from .user_frame import stacklevel_of_user
 
 AUTO: Final = "auto"
-HOPPER = "hopper"
+NATIVE: Final = "native"
+FORMER_NATIVE = "hopper"  # accepted with a warning until the next minor version
 XQA = "xqa"  # the same kernels under FlashInfer's name
 TRTLLM_GEN = "trtllm-gen"
 
@@ -67,21 +68,21 @@ _ALIKE = (
 
 # Operator -> backend -> where it runs. `auto` takes measured and published entries, then those where it follows.
 TABLE: Mapping[str, Mapping[str, Support]] = {
-    "paged_decode": {HOPPER: _NATIVE_DECODE},
-    "mla_decode": {HOPPER: _NATIVE_MLA},
-    "sparse_mla_decode": {HOPPER: _NATIVE_PREFILL},
-    "context_attention": {HOPPER: _NATIVE_PREFILL},
-    "append_kv": {HOPPER: _NATIVE_COPYING},
-    "merge_states": {HOPPER: _NATIVE_COPYING},
-    "draft_mask": {HOPPER: _NATIVE_DECODE},
+    "paged_decode": {NATIVE: _NATIVE_DECODE},
+    "mla_decode": {NATIVE: _NATIVE_MLA},
+    "sparse_mla_decode": {NATIVE: _NATIVE_PREFILL},
+    "context_attention": {NATIVE: _NATIVE_PREFILL},
+    "append_kv": {NATIVE: _NATIVE_COPYING},
+    "merge_states": {NATIVE: _NATIVE_COPYING},
+    "draft_mask": {NATIVE: _NATIVE_DECODE},
     "xqa": {XQA: _NATIVE_DECODE},
     "xqa_mla": {XQA: _NATIVE_MLA},
     "xqa_batch_decode_with_kv_cache": {XQA: _NATIVE_DECODE},
     "xqa_batch_decode_with_kv_cache_mla": {XQA: _NATIVE_MLA},
     "trtllm_batch_decode_with_kv_cache": {XQA: _NATIVE_DECODE, **_TRTLLM_GEN},
     "trtllm_batch_decode_with_kv_cache_mla": {XQA: _FOLLOWED_MLA, **_TRTLLM_GEN},
-    "trtllm_batch_context_with_kv_cache": {HOPPER: _NATIVE_PREFILL, **_TRTLLM_GEN},
-    "trtllm_ragged_attention_deepseek": {HOPPER: _NATIVE_PREFILL, **_TRTLLM_GEN},
+    "trtllm_batch_context_with_kv_cache": {NATIVE: _NATIVE_PREFILL, **_TRTLLM_GEN},
+    "trtllm_ragged_attention_deepseek": {NATIVE: _NATIVE_PREFILL, **_TRTLLM_GEN},
 }
 
 
@@ -112,8 +113,12 @@ def check_device_facts(facts: Any) -> DeviceFacts | None:
 
 
 def find_backend(operator: str, backend: str, device: DeviceFacts) -> str:
-    """As ``resolve_backend``, without the warning: for an operator that hands over to another, which gives it."""
+    """As ``resolve_backend``, without the warning of a device: for an operator that hands over to another."""
     backends = TABLE[operator]
+    if backend == FORMER_NATIVE and NATIVE in backends:
+        words = f"backend={backend!r} is now called {NATIVE!r}; the next minor version refuses the old name"
+        warnings.warn(words, DeprecationWarning, stacklevel=stacklevel_of_user())
+        backend = NATIVE
     if backend != AUTO and backend not in backends:
         raise UsageError(f"backend={backend!r}: expected {AUTO} or one of {', '.join(backends)}")
     asked = backends if backend == AUTO else {backend: backends[backend]}

@@ -26,7 +26,7 @@ from ..kernels.native.selection import Selection
 from ..kernels.native.sparse_mla.select import MAX_WIDTH, SparseMlaShape, select_sparse_mla
 from ..launch.driver import DeviceFacts
 from ..values import dataclass
-from .backends import HOPPER
+from .backends import NATIVE
 from .context_call import Q_DTYPES as CONTEXT_Q_DTYPES
 from .latent_cache import Q_DTYPES as MLA_Q_DTYPES
 from .latent_cache import ROPE
@@ -120,7 +120,7 @@ def explained_operator(sizes: CallSizes) -> Explained:
     found = next((entry for entry in EXPLAINED if entry.operation == sizes.operation and entry.takes(sizes)), None)
     if found is None:
         operations = ", ".join(dict.fromkeys(entry.operation for entry in EXPLAINED))
-        raise UsageError(f"operation={sizes.operation!r}: the {HOPPER} backend has {operations}")
+        raise UsageError(f"operation={sizes.operation!r}: the {NATIVE} backend has {operations}")
     return found
 
 
@@ -135,7 +135,7 @@ def explain(sizes: CallSizes, kernels: Sequence[NativeKernel], device: DeviceFac
     if sizes.soft_cap and found.operation != "context":
         raise UsageError(f"soft_cap=True: {found.operator} has none, expected `operation` context")
     shape = found.shape(sizes)
-    names = {"backend": HOPPER, "operator": found.operator, "operation": found.operation}
+    names = {"backend": NATIVE, "operator": found.operator, "operation": found.operation}
     return explain_launches(names, shape, device, found.select(kernels, shape, device), pdl=sizes.pdl)
 
 

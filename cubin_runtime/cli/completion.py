@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 
 DTYPES = ("bf16", "fp16", "e4m3", "e2m1", "int8")
-FAMILIES = ("decode", "prefill", "fmha", "mla", "append", "merge", "hopper", "trtllm-gen")
+FAMILIES = ("decode", "prefill", "fmha", "mla", "append", "merge", "native", "trtllm-gen")
 SMS = ("80", "86", "89", "90", "100", "103", "120")
 HEAD_DIMS = ("64", "128", "192", "256", "512", "576")
 

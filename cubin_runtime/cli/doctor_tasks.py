@@ -186,6 +186,6 @@ def _launch(release: Mapping[str, Any], number: str, about: Mapping[str, Any], c
     count, untried = release["runs_on"][number], release["built_not_run"][number]
     if untried == count:
         reason = f"{count} kernels of {release['name']} were built for it and never run"
-        return task("launch", NO, reason, "ask for them by name with backend='hopper'", code=code, **about)
+        return task("launch", NO, reason, "ask for them by name with backend='native'", code=code, **about)
     built = f" ({untried} more were built but never run)" if untried else ""
     return task("launch", YES, f"{count - untried} kernels of {release['name']}{built}", **about)

@@ -35,7 +35,7 @@ _OPERATOR, _GPU, _SIZES, _DTYPES, _ATTENTION, _LAUNCH, _MANY = (
     "Launch",
     "Many cases (trtllm-gen)",
 )
-BACKENDS = ("auto", "hopper", "trtllm-gen")
+BACKENDS = ("auto", "native", "trtllm-gen")
 POLICIES = ("best", "reference")
 FAMILIES = {"decode": "decode", "prefill": "context"}  # --family -> --op
 # What only one of the backends has, besides the fields of its `CallSizes` or `Shapes`, by the parameters' names.
@@ -64,12 +64,10 @@ def explain(
     case: Annotated[
         str | None, typer.Argument(metavar="CASE.json", help="A case or record as JSON, '-' for the standard input.")
     ] = None,
-    backend: Annotated[
-        str, _option("--backend", "hopper (native kernels), trtllm-gen, or auto: by --sm.", _OPERATOR, "NAME")
-    ] = "auto",
+    backend: Annotated[str, _option("--backend", "native, trtllm-gen, or auto: by --sm.", _OPERATOR, "NAME")] = "auto",
     operation: Annotated[
         str,
-        _option("--op", "decode, context, ragged; hopper: append, merge, draft_mask, sparse_mla", _OPERATOR, "NAME"),
+        _option("--op", "decode, context, ragged; native: append, merge, draft_mask, sparse_mla", _OPERATOR, "NAME"),
     ] = "decode",
     family: Annotated[
         str | None,
@@ -87,21 +85,21 @@ def explain(
         int | None, _optional("--sms", "Multiprocessors of the GPU; default by --sm.", _GPU, "N")
     ] = None,
     gpu: Annotated[
-        str | None, _optional("--gpu", "hopper: the GPU's name, which selects measured costs.", _GPU, "NAME")
+        str | None, _optional("--gpu", "native: the GPU's name, which selects measured costs.", _GPU, "NAME")
     ] = None,
     batch: Annotated[int, _option("--batch", "Sequences.", _SIZES, "N")] = 1,
     q_len: Annotated[int, _option("--q-len", "Upper bound on the query lengths.", _SIZES, "N")] = 1,
     kv_len: Annotated[int, _option("--kv-len", "Upper bound on the KV lengths.", _SIZES, "N")] = 1024,
     heads_q: Annotated[int, _option("--heads-q", "Query heads.", _SIZES, "N")] = 32,
     heads_kv: Annotated[
-        int | None, _optional("--heads-kv", "KV heads; default 8, of hopper's MLA 1.", _SIZES, "N")
+        int | None, _optional("--heads-kv", "KV heads; default 8, of native MLA 1.", _SIZES, "N")
     ] = None,
     head_dim: Annotated[int, _option("--head-dim", "Head dimension of Q and K; 576 or 320: MLA.", _SIZES, "N")] = 128,
     head_dim_v: Annotated[
         int | None, _optional("--head-dim-v", "Head dimension of V, if another.", _SIZES, "N")
     ] = None,
     dtype_q: Annotated[
-        str | None, _optional("--dtype-q", "bf16 (default), fp16, e4m3, int8; hopper: by the KV type.", _DTYPES, "TYPE")
+        str | None, _optional("--dtype-q", "bf16 (default), fp16, e4m3, int8; native: by the KV type.", _DTYPES, "TYPE")
     ] = None,
     dtype_kv: Annotated[str, _option("--dtype-kv", "Likewise, or e2m1.", _DTYPES, "TYPE")] = "bf16",
     dtype_out: Annotated[str | None, _optional("--dtype-out", "Likewise, or e2m1.", _DTYPES, "TYPE")] = None,
@@ -113,7 +111,7 @@ def explain(
     tokens: Annotated[
         int | None, _optional("--tokens", "Query tokens of all requests, if their lengths differ.", _SIZES, "N")
     ] = None,
-    soft_cap: Annotated[bool, _option("--soft-cap", "hopper: a logit soft cap (context).", _ATTENTION)] = False,
+    soft_cap: Annotated[bool, _option("--soft-cap", "native: a logit soft cap (context).", _ATTENTION)] = False,
     top_k: Annotated[int, _option("--top-k", "KV tokens of sparse MLA; 0 is dense.", _ATTENTION, "N")] = 0,
     top_k_lens: Annotated[
         bool, _option("--top-k-lens", "Numbers of sparse tokens differ between queries.", _ATTENTION)
@@ -198,26 +196,31 @@ def _is_native(context: typer.Context) -> bool:
         UsageError: the backend is unknown, or an option was given that decides nothing or is the other backend's.
         BackendError: ``auto`` takes no backend on this GPU.
     """
-    from ..attention.backends import AUTO, HOPPER, resolve_backend
+    from ..attention.backends import AUTO, FORMER_NATIVE, NATIVE, resolve_backend
     from ..attention.explain import CallSizes, explained_operator
     from ..kernels.native.device_models import describe_device
     from .example_case import Shapes
 
+    if context.params["backend"] == FORMER_NATIVE:
+        output.note_line(
+            f"--backend {FORMER_NATIVE} is now called {NATIVE}; the next minor version refuses the old name"
+        )
+        context.params["backend"] = NATIVE
     backend, sm = context.params["backend"], context.params["sm"]
     if backend not in BACKENDS:
         raise UsageError(f"backend={backend!r}: expected one of {', '.join(BACKENDS)}")
     given = {name for name in context.params if _is_given(context, name)}
-    native: bool = backend == HOPPER
+    native: bool = backend == NATIVE
     if backend == AUTO and sm not in TRTLLM_GEN_SMS and not given & {"case", "cases"}:
         operator = explained_operator(_stated(context, CallSizes)).operator
-        native = resolve_backend(operator, AUTO, describe_device(NATIVE_SM if sm is None else sm)) == HOPPER
+        native = resolve_backend(operator, AUTO, describe_device(NATIVE_SM if sm is None else sm)) == NATIVE
     sizes, shapes = ({field.name for field in fields(kind)} for kind in (CallSizes, Shapes))
     others = TRTLLM_GEN_ONLY | shapes - sizes - DECIDES_NOTHING if native else NATIVE_ONLY | sizes - shapes
     for name in sorted(given & (others - {"sm", "multiprocessors"})):
-        words, other = ("hopper", "trtllm-gen") if native else ("trtllm-gen", "hopper")
+        words, other = (NATIVE, "trtllm-gen") if native else ("trtllm-gen", NATIVE)
         raise UsageError(f"`{name}`: not an option of --backend {words}, only of {other}")
     for name in sorted(given & DECIDES_NOTHING if native else ()):
-        raise UsageError(f"`{name}`: has no effect with --backend hopper")
+        raise UsageError(f"`{name}`: has no effect with --backend {NATIVE}")
     return native
 
 

@@ -57,7 +57,7 @@ FamilyOption = Annotated[
     typer.Option(
         "--family",
         metavar="NAME",
-        help="Only this family (hopper, fmha, ...) or use (decode, prefill).",
+        help="Only this family (native, fmha, ...) or use (decode, prefill).",
         show_default=False,
         autocompletion=completion.families,
     ),

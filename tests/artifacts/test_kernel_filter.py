@@ -125,6 +125,8 @@ def test_a_value_that_no_kernel_states_is_known(wanted: KernelFilter, stated: bo
     [
         ("trtllm-gen", META, True),
         ("fmha", META, True),
+        ("native", META, False),
+        ("native", OWN, True),
         ("hopper", META, False),
         ("hopper", OWN, True),
         ("fmha", OWN, True),

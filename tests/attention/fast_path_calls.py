@@ -417,7 +417,7 @@ def others_of(call: Call, name: str, caller: Caller) -> list[Any]:  # noqa: C901
     if type(value) is float or "scale" in name:
         values += [*_FLOATS, *(replace(tensors[0], dtype="float32", shape=s, strides=(7,) * len(s)) for s in _SCALES)]
     if type(value) is str:
-        values += ["NHD", "HND", "auto", "hopper", "xqa", "trtllm-gen", ""]
+        values += ["NHD", "HND", "auto", "native", "hopper", "xqa", "trtllm-gen", ""]
     if value is None:
         values += [tensors[0], replace(tensors[0], dtype="float32", shape=(4, 64), strides=(64, 1))]
         values += ["bfloat16", "float16", 16]

@@ -16,32 +16,37 @@ def device(major: int, minor: int) -> DeviceFacts:
 
 
 @pytest.mark.parametrize("operator", ["paged_decode", "mla_decode"])
-@pytest.mark.parametrize("backend", ["auto", "hopper"])
+@pytest.mark.parametrize("backend", ["auto", "native"])
 def test_a_measured_device_is_taken_without_a_warning(operator: str, backend: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert resolve_backend(operator, backend, device(9, 0)) == "hopper"
+        assert resolve_backend(operator, backend, device(9, 0)) == "native"
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (10, 0), (10, 3), (12, 0), (12, 1)])
 def test_auto_never_takes_what_was_only_built(capability: tuple[int, int]) -> None:
-    with pytest.raises(BackendError, match="backend 'hopper' has kernels for it that have never been run"):
+    with pytest.raises(BackendError, match="backend 'native' has kernels for it that have never been run"):
         resolve_backend("paged_decode", "auto", device(*capability))
 
 
 def test_what_was_only_built_is_taken_by_name_with_a_warning() -> None:
     with pytest.warns(UserWarning, match="built for some GPU .*8.0.* but never run"):
-        assert resolve_backend("paged_decode", "hopper", device(8, 0)) == "hopper"
+        assert resolve_backend("paged_decode", "native", device(8, 0)) == "native"
 
 
-@pytest.mark.parametrize("backend", ["auto", "hopper"])
+@pytest.mark.parametrize("backend", ["auto", "native"])
 def test_a_device_without_kernels_gets_the_list_of_those_with(backend: str) -> None:
     with pytest.raises(BackendError, match=r"capability 7.5.*no backend supports it .*measured on 9.0, built for 8.0"):
         resolve_backend("paged_decode", backend, device(7, 5))
 
 
+def test_the_former_name_of_the_native_backend_is_taken_with_a_warning() -> None:
+    with pytest.warns(DeprecationWarning, match="^backend='hopper' is now called 'native'; .* refuses the old name$"):
+        assert resolve_backend("paged_decode", "hopper", device(9, 0)) == "native"
+
+
 def test_an_unknown_backend_is_named() -> None:
-    with pytest.raises(UsageError, match="backend='xqa': expected auto or one of hopper"):
+    with pytest.raises(UsageError, match="backend='xqa': expected auto or one of native"):
         resolve_backend("paged_decode", "xqa", device(9, 0))
 
 
@@ -70,12 +75,12 @@ def test_elsewhere_published_kernels_are_refused(operator: str, capability: tupl
 
 @pytest.mark.parametrize("operator", OPERATORS[2:])
 def test_context_operators_take_native_kernels_on_hopper(operator: str) -> None:
-    assert resolve_backend(operator, "auto", device(9, 0)) == "hopper"
+    assert resolve_backend(operator, "auto", device(9, 0)) == "native"
 
 
 def test_the_refusal_says_what_there_is_on_the_device() -> None:
     there_is = (
-        r"; there is context_attention \(backend 'hopper'\), trtllm_ragged_attention_deepseek \(backend 'hopper'\)$"
+        r"; there is context_attention \(backend 'native'\), trtllm_ragged_attention_deepseek \(backend 'native'\)$"
     )
     with pytest.raises(BackendError, match=there_is):
         resolve_backend("trtllm_batch_context_with_kv_cache", "trtllm-gen", device(9, 0))
@@ -130,7 +135,7 @@ def test_auto_follows_flashinfer_to_the_mla_kernels_that_were_only_built(capabil
 
 @pytest.mark.parametrize("capability", [(12, 0), (12, 1)])
 def test_our_own_mla_follows_nobody(capability: tuple[int, int]) -> None:
-    with pytest.raises(BackendError, match="backend 'hopper' has kernels for it that have never been run"):
+    with pytest.raises(BackendError, match="backend 'native' has kernels for it that have never been run"):
         resolve_backend("mla_decode", "auto", device(*capability))
 
 

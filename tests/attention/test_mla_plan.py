@@ -177,7 +177,7 @@ def test_the_plan_describes_every_field_with_its_meaning(planner: Runtime) -> No
         (latent_call(), {"softmax_scale": math.nan}, "softmax_scale=nan"),
         (latent_call(sinks=view("float32", HEADS + 1)), {}, "sinks: shape"),
         (latent_call(mask=MASK), {}, "mask: shape"),
-        (latent_call(), {"backend": "fast"}, "backend='fast': expected auto or one of hopper"),
+        (latent_call(), {"backend": "fast"}, "backend='fast': expected auto or one of native"),
     ],
 )
 def test_what_is_wrong_is_named(planner: Runtime, given: dict[str, Any], options: dict[str, Any], words: str) -> None:
@@ -187,7 +187,7 @@ def test_what_is_wrong_is_named(planner: Runtime, given: dict[str, Any], options
 
 @pytest.mark.parametrize("sm", [80, 100])
 def test_other_devices_are_told_what_there_is(planner: Runtime, sm: int) -> None:
-    words = r"mla_decode on .*no backend supports it \(hopper: measured on 9\.0, built for 12\.0, 12\.1\)"
+    words = r"mla_decode on .*no backend supports it \(native: measured on 9\.0, built for 12\.0, 12\.1\)"
     with pytest.raises(BackendError, match=words):
         make_plan(planner, device_facts=describe_device(sm))
 
@@ -195,19 +195,19 @@ def test_other_devices_are_told_what_there_is(planner: Runtime, sm: int) -> None
 @pytest.mark.parametrize("sm", [120, 121])
 def test_the_kernels_of_sm120_are_taken_by_name_with_a_warning(planner: Runtime, sm: int) -> None:
     given, device = latent_call(dtypes=(E4M3, E4M3, BF16)), describe_device(sm)
-    with pytest.raises(BackendError, match="backend 'hopper' has kernels for it that have never been run"):
+    with pytest.raises(BackendError, match="backend 'native' has kernels for it that have never been run"):
         make_plan(planner, given, device_facts=device)
-    with pytest.warns(UserWarning, match="mla_decode: backend 'hopper' was built for .* but never run there") as told:
-        plan = make_plan(planner, given, device_facts=device, backend="hopper")
+    with pytest.warns(UserWarning, match="mla_decode: backend 'native' was built for .* but never run there") as told:
+        plan = make_plan(planner, given, device_facts=device, backend="native")
     assert told[0].filename == __file__
     assert plan.selection.kernel.name == "mla_portable_latent512_sm120"
 
 
-@pytest.mark.filterwarnings("ignore:mla_decode. backend 'hopper' was built")
+@pytest.mark.filterwarnings("ignore:mla_decode. backend 'native' was built")
 @pytest.mark.parametrize(("kv", "why"), [(BF16, "dtype is e4m3"), (E4M3, "queries are e4m3")])
 def test_sm120_takes_no_bf16(planner: Runtime, kv: str, why: str) -> None:
     with pytest.raises(UsageError, match=f"mla_portable_latent512_sm120: {why}"):
-        make_plan(planner, latent_call(dtypes=(kv, BF16, BF16)), device_facts=describe_device(120), backend="hopper")
+        make_plan(planner, latent_call(dtypes=(kv, BF16, BF16)), device_facts=describe_device(120), backend="native")
 
 
 def test_a_step_sends_its_tensors(stub_runtime: Runtime, standin: StandIn) -> None:

@@ -161,7 +161,7 @@ def view(dtype: str, *shape: int) -> TensorView:
         {"window_left": 100},
         {"batch_invariant": True},
         {"enable_pdl": True},
-        {"backend": "hopper"},
+        {"backend": "native"},
         {"lse": view("float32", 4, 64)},
         {"mask": view("uint32", 4, 1)},
         {"sinks": view("float32", 64)},

@@ -152,7 +152,7 @@ def test_fetching_is_said_to_be_off_when_offline(report) -> None:
             3,
             3,
             "launch on Card (sm_80): no, 3 kernels of ours were built for it and never run; "
-            "next: ask for them by name with backend='hopper'",
+            "next: ask for them by name with backend='native'",
         ),
     ],
 )

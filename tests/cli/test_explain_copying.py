@@ -14,7 +14,7 @@ from cubin_runtime import cli
 
 @pytest.fixture
 def arguments(tmp_path: Path) -> list[str]:
-    return [*explain_arguments(tmp_path, (*HOPPER, *KERNELS)), "--backend", "hopper"]
+    return [*explain_arguments(tmp_path, (*HOPPER, *KERNELS)), "--backend", "native"]
 
 
 def test_an_append_tells_its_tokens_and_what_it_converts(

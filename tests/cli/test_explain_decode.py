@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -23,7 +24,7 @@ SHAPE = ["--batch", "8", "--q-len", "4", "--kv-len", "16384", "--heads-q", "64",
 
 
 def test_the_kernel_its_grid_and_its_time_are_told(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
-    out = run(capsys, *arguments, *SHAPE, "--backend", "hopper", "--dtype-kv", "e4m3", "--sm", 90)
+    out = run(capsys, *arguments, *SHAPE, "--backend", "native", "--dtype-kv", "e4m3", "--sm", 90)
     assert "kernel     decode_e4m3_d128_rows64_sm90a\n" in out
     assert "4 query tokens x 8 query heads per KV head in 1 row tile of 64" in out
     assert "\nsplits     " in out
@@ -31,7 +32,7 @@ def test_the_kernel_its_grid_and_its_time_are_told(capsys: pytest.CaptureFixture
 
 
 def test_details_come_with_the_candidates(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
-    out = run(capsys, *arguments, *SHAPE, "--backend", "hopper", "--dtype-kv", "e4m3", "--candidates")
+    out = run(capsys, *arguments, *SHAPE, "--backend", "native", "--dtype-kv", "e4m3", "--candidates")
     assert "\nrows  32 in 1 x 64\n" in out
     assert re.search(r"\ntime  [\d.]+ us: [\d.]+ to the first byte \+ ", out)
 
@@ -40,14 +41,14 @@ def test_details_come_with_the_candidates(capsys: pytest.CaptureFixture[str], ar
     ("kv_len", "said"), [("2048", "a cluster of 8 CTAs per output tile"), ("64", "one CTA per output tile")]
 )
 def test_clusters_are_told(capsys: pytest.CaptureFixture[str], arguments: list[str], kv_len: str, said: str) -> None:
-    out = run(capsys, *arguments, "--backend", "hopper", "--sm", 90, "--kv-len", kv_len)
+    out = run(capsys, *arguments, "--backend", "native", "--sm", 90, "--kv-len", kv_len)
     assert f"\nsplits     {said}\n" in out
 
 
 def test_every_kernel_of_the_device_is_in_the_table_by_time(
     capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:
-    out = run(capsys, *arguments, *SHAPE, "--backend", "hopper", "--candidates")
+    out = run(capsys, *arguments, *SHAPE, "--backend", "native", "--candidates")
     table = [line.split("\t") for line in out.splitlines() if "\t" in line]
     assert [cells[0] for cells in table[1:5]] == [f"decode_bf16_d128_rows{rows}_sm90a" for rows in (64, 16, 128, 8)]
     assert ["decode_fp16_d64_rows8_sm90a", "dtype is fp16"] in [[cells[0], cells[-1]] for cells in table]
@@ -55,17 +56,17 @@ def test_every_kernel_of_the_device_is_in_the_table_by_time(
 
 
 def test_kernels_for_other_devices_are_counted(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
-    out = run(capsys, *arguments, "--backend", "hopper", "--candidates")
+    out = run(capsys, *arguments, "--backend", "native", "--candidates")
     assert f"other SMs  {len(PORTABLE)} more decode kernels for sm_100, sm_120, sm_80, sm_86, sm_89" in out
 
 
 def test_json_tells_the_choice_its_candidates_and_the_constants(
     capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:
-    told = record(capsys, *arguments, *SHAPE, "--backend", "hopper")
+    told = record(capsys, *arguments, *SHAPE, "--backend", "native")
     (launch,) = told["launches"]
     best = launch["candidates"][0]
-    assert (told["verb"], told["backend"], told["operator"]) == ("explain", "hopper", "paged_decode")
+    assert (told["verb"], told["backend"], told["operator"]) == ("explain", "native", "paged_decode")
     assert launch["kernel"] == "decode_bf16_d128_rows64_sm90a"
     assert (best["kernel"], best["microseconds"]) == (launch["kernel"], told["microseconds"])
     assert best["terms"].keys() == {"fixed_us", "dram_us", "l2_us", "tiles_us", "merge_us"}
@@ -91,30 +92,39 @@ def test_a_gpu_that_was_not_calibrated_says_whose_constants_it_has(
 
 
 def test_why_a_kernel_does_not_fit_is_in_the_json(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
-    last = record(capsys, *arguments, "--backend", "hopper")["launches"][0]["candidates"][-1]
+    last = record(capsys, *arguments, "--backend", "native")["launches"][0]["candidates"][-1]
     assert (last["fits"], last["why_not"]) == (False, "dtype is e4m3")
 
 
 def test_without_options_the_gpu_is_the_measured_one(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
     told = record(capsys, *arguments)
-    assert (told["backend"], told["device"]["name"]) == ("hopper", "H200")
+    assert (told["backend"], told["device"]["name"]) == ("native", "H200")
 
 
 def test_auto_takes_it_where_it_was_measured(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
-    assert record(capsys, *arguments, "--sm", 90)["backend"] == "hopper"
+    assert record(capsys, *arguments, "--sm", 90)["backend"] == "native"
 
 
 def test_auto_names_the_backend_that_was_built_but_not_run(
     capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:
     assert cli.main([*arguments, "--sm", "80"]) == 9
-    assert "backend 'hopper' has kernels for it that have never been run" in capsys.readouterr().err
+    assert "backend 'native' has kernels for it that have never been run" in capsys.readouterr().err
+
+
+def test_the_former_name_of_the_native_backend_is_taken_with_a_note(
+    capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    assert cli.main([*arguments, "--backend", "hopper", "--json"]) == 0
+    told = capsys.readouterr()
+    assert json.loads(told.out)["backend"] == "native"
+    assert "--backend hopper is now called native" in told.err
 
 
 def test_a_kernel_that_was_not_run_is_explained_by_name(
     capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:
-    told = record(capsys, *arguments, "--sm", 80, "--backend", "hopper")
+    told = record(capsys, *arguments, "--sm", 80, "--backend", "native")
     assert told["launches"][0]["status"] == "built, not run"
     assert (told["device"]["name"], told["costs"]["gpu"]) == ("A100", "any other GPU")
 
@@ -172,23 +182,23 @@ def test_a_count_of_tokens_means_ragged_requests(capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        (["--backend", "mine"], "--backend 'mine': expected one of auto, hopper, trtllm-gen"),
-        (["--backend", "hopper", "--sm", "95"], "--sm 95: expected one of 80, 86"),
+        (["--backend", "mine"], "--backend 'mine': expected one of auto, native, trtllm-gen"),
+        (["--backend", "native", "--sm", "95"], "--sm 95: expected one of 80, 86"),
         (["--sm", "95"], "--sm 95: expected one of 80, 86"),
-        (["--sm", "90", "--policy", "best"], "--policy: not an option of --backend hopper, only of trtllm-gen"),
-        (["--sm", "90", "--no-causal"], "--causal: not an option of --backend hopper"),
+        (["--sm", "90", "--policy", "best"], "--policy: not an option of --backend native, only of trtllm-gen"),
+        (["--sm", "90", "--no-causal"], "--causal: not an option of --backend native"),
         (
             ["--sm", "90", "--lse"],
-            "--lse: has no effect with --backend hopper",
+            "--lse: has no effect with --backend native",
         ),
         (["--sm", "90", "--soft-cap"], "--soft-cap True: paged_decode has none, expected --op context"),
-        (["--backend", "hopper", "--head-dim-v", "64"], "--head-dim-v 64: expected 128, like --head-dim"),
-        (["--backend", "hopper", "case.json"], "CASE.json: not an option of --backend hopper"),
-        (["--sm", "100", "--soft-cap"], "--soft-cap: not an option of --backend trtllm-gen, only of hopper"),
-        (["--top-k", "8"], "--top-k: not an option of --backend hopper, only of trtllm-gen"),
+        (["--backend", "native", "--head-dim-v", "64"], "--head-dim-v 64: expected 128, like --head-dim"),
+        (["--backend", "native", "case.json"], "CASE.json: not an option of --backend native"),
+        (["--sm", "100", "--soft-cap"], "--soft-cap: not an option of --backend trtllm-gen, only of native"),
+        (["--top-k", "8"], "--top-k: not an option of --backend native, only of trtllm-gen"),
         (
             ["--sm", "90", "--op", "ragged"],
-            "--op 'ragged': the hopper backend has decode, context, append, merge, draft_mask, sparse_mla",
+            "--op 'ragged': the native backend has decode, context, append, merge, draft_mask, sparse_mla",
         ),
         (["--sm", "90", "--q-len", "65"], "--q-len 65: expected 1 to 64"),
         (["--sm", "90", "--batch", "0"], "--batch 0: expected 1 to"),

@@ -55,7 +55,7 @@ def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     toy = Explained("paged_prefill", "context", lambda sizes: True, shape, select_prefill)
     monkeypatch.setattr(explain, "EXPLAINED", (toy, *explain.EXPLAINED))
-    return [*explain_arguments(tmp_path, (*HOPPER, *PORTABLE)), "--backend", "hopper", "--op", "context"]
+    return [*explain_arguments(tmp_path, (*HOPPER, *PORTABLE)), "--backend", "native", "--op", "context"]
 
 
 def test_its_facts_and_candidates_are_told(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
@@ -93,6 +93,6 @@ def test_an_operation_that_no_family_has_is_refused_with_those_that_there_are(
 ) -> None:
     assert cli.main([*arguments, "--op", "ragged"]) == 2
     assert (
-        "--op 'ragged': the hopper backend has context, decode, append, merge, draft_mask, sparse_mla"
+        "--op 'ragged': the native backend has context, decode, append, merge, draft_mask, sparse_mla"
         in capsys.readouterr().err
     )

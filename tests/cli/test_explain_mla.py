@@ -17,12 +17,12 @@ from cubin_runtime import cli
 
 @pytest.fixture
 def arguments(tmp_path: Path) -> list[str]:
-    return [*explain_arguments(tmp_path, (*HOPPER, *KERNELS)), "--backend", "hopper"]
+    return [*explain_arguments(tmp_path, (*HOPPER, *KERNELS)), "--backend", "native"]
 
 
 @pytest.fixture
 def with_portable(tmp_path: Path) -> list[str]:
-    return [*explain_arguments(tmp_path, (*KERNELS, *PORTABLE)), "--backend", "hopper"]
+    return [*explain_arguments(tmp_path, (*KERNELS, *PORTABLE)), "--backend", "native"]
 
 
 SHAPE = ["--head-dim", 576, "--heads-q", 128, "--batch", 64, "--kv-len", 4096, "--sms", 132]
@@ -59,7 +59,7 @@ def test_json_tells_the_launch_its_candidates_and_the_shape(
 ) -> None:
     told = record(capsys, *arguments, *SHAPE, "--q-len", 2, "--batch-invariant")
     (launch,) = told["launches"]
-    assert (told["backend"], told["operator"]) == ("hopper", "mla_decode")
+    assert (told["backend"], told["operator"]) == ("native", "mla_decode")
     assert (launch["kernel"], launch["splits"]) == ("mla_latent512_rows64_sm90a", 4)
     assert launch["grid"] == [launch["ctas"], 1, 1]
     assert launch["ctas"] % launch["cta_group_size"] == 0
@@ -85,7 +85,7 @@ def test_a_count_of_tokens_means_ragged_requests(capsys: pytest.CaptureFixture[s
 
 def test_auto_on_hopper_is_ours(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
     told = record(capsys, *arguments, "--backend", "auto", "--sm", 90, "--head-dim", 576)
-    assert (told["backend"], told["operator"]) == ("hopper", "mla_decode")
+    assert (told["backend"], told["operator"]) == ("native", "mla_decode")
 
 
 @pytest.mark.parametrize(("sm", "gpu"), [(120, "RTX PRO 6000"), (121, "GB10")])
@@ -104,7 +104,7 @@ def test_auto_names_the_backend_for_sm120(capsys: pytest.CaptureFixture[str], wi
     assert (
         cli.main([*with_portable, "--backend", "auto", "--sm", "120", "--head-dim", "576", "--dtype-kv", "e4m3"]) == 9
     )
-    assert "backend 'hopper' has kernels for it that have never been run" in capsys.readouterr().err
+    assert "backend 'native' has kernels for it that have never been run" in capsys.readouterr().err
 
 
 def test_sm120_has_no_kernel_for_bf16(capsys: pytest.CaptureFixture[str], with_portable: list[str]) -> None:
@@ -129,8 +129,8 @@ def test_auto_asks_for_what_runs_mla(capsys: pytest.CaptureFixture[str], argumen
         (["--tokens", "2"], "--tokens 2: expected 0 to batch x q_len, 1"),
         (["--dtype-kv", "fp16"], "--dtype-kv 'fp16': expected one of bf16, e4m3"),
         (["--dtype-q", "e4m3"], "--dtype-q 'e4m3': expected bf16 with --dtype-kv bf16"),
-        (["--lse"], "--lse: has no effect with --backend hopper"),
-        (["--top-k", "64"], "--top-k: not an option of --backend hopper, only of trtllm-gen"),
+        (["--lse"], "--lse: has no effect with --backend native"),
+        (["--top-k", "64"], "--top-k: not an option of --backend native, only of trtllm-gen"),
         (["--sm", "80"], "mla_latent512_rows64_sm90a: built for sm_90a"),
     ],
 )

@@ -17,7 +17,7 @@ KERNELS = tuple(kernel_of(v) for v in VARIANTS if v.operation == "sparse_mla_dec
 
 @pytest.fixture
 def arguments(tmp_path: Path) -> list[str]:
-    return [*explain_arguments(tmp_path, (*HOPPER, *KERNELS)), "--backend", "hopper", "--op", "sparse_mla"]
+    return [*explain_arguments(tmp_path, (*HOPPER, *KERNELS)), "--backend", "native", "--op", "sparse_mla"]
 
 
 def test_it_tells_rows_groups_and_splits(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:

@@ -213,7 +213,7 @@ def test_programmatic_launches_are_the_default(
     assert standin.calls("cuLaunchKernelEx")[-1].seen["pdl"] == pdl
 
 
-@pytest.mark.parametrize("backend", ["trtllm-gen", "auto", "hopper"])
+@pytest.mark.parametrize("backend", ["trtllm-gen", "auto", "native"])
 def test_the_peers_default_takes_what_the_device_has(attend: Attend, backend: str) -> None:
     assert attend(backend=backend)["batch"] > 0
 
@@ -227,7 +227,7 @@ def test_the_scale_of_block_scaled_outputs_is_unused(ragged: Attend) -> None:
 
 
 BOTH: list[tuple[dict[str, Any], str]] = [
-    ({"backend": "cake"}, "backend='cake': expected auto or one of hopper, trtllm-gen"),
+    ({"backend": "cake"}, "backend='cake': expected auto or one of native, trtllm-gen"),
     ({"batch_size": 7}, "batch_size=7: seq_lens has"),
     (
         {"skip_softmax_threshold_scale_factor": -1.0},
@@ -251,7 +251,7 @@ BOTH: list[tuple[dict[str, Any], str]] = [
     ({"workspace_buffer": tensor("uint8", 64, device=1)}, "workspace_buffer: on device 1"),
 ]
 PAGED: list[tuple[dict[str, Any], str]] = [
-    ({"kv_cache_sf": tensor(FP8, 64, 2, 4, 32, 8)}, "kv_cache_sf=a TensorView.*'hopper'"),
+    ({"kv_cache_sf": tensor(FP8, 64, 2, 4, 32, 8)}, "kv_cache_sf=a TensorView.*'native'"),
     ({"uses_shared_paged_kv_idx": False}, r"block_tables: shape \(3, 16\), expected \[batch, 2, columns\] with"),
     ({"o_sf_scale": 1.0}, "o_sf_scale=1.0"),
     ({"o_sf_vec_size": 16}, "o_sf_vec_size=16"),
@@ -303,7 +303,7 @@ def test_the_head_dimensions_of_deepseek(standin: StandIn, memory: MadeUpMemory)
 def test_other_devices_have_neither_backend(hopper: Runtime, standin: StandIn, memory: MadeUpMemory, name: str) -> None:
     standin.pose_as(8, 9)
     operator, arguments = OPERATORS[name]
-    with pytest.raises(BackendError, match=r"no backend supports it \(hopper: measured on 9.0; trtllm-gen"):
+    with pytest.raises(BackendError, match=r"no backend supports it \(native: measured on 9.0; trtllm-gen"):
         operator(**arguments(memory))
 
 

@@ -43,7 +43,7 @@ CALLS: dict[str, Callable[..., dict[str, Any]]] = {
 @pytest.mark.parametrize("operator", CALLS)
 def test_e4m3_runs_with_a_warning(standin: StandIn, memory: MadeUpMemory, operator: str, minor: int) -> None:
     standin.pose_as(12, minor)
-    with pytest.warns(UserWarning, match=rf"backend 'hopper' was built for .*12\.{minor}.* but never run there"):
+    with pytest.warns(UserWarning, match=rf"backend 'native' was built for .*12\.{minor}.* but never run there"):
         getattr(flashinfer, operator)(**CALLS[operator](memory))
     launch = standin.calls("cuLaunchKernelEx")[-1]
     seen = PARAMS.unpack(bytes.fromhex(launch.seen["parameter0"]))

@@ -38,7 +38,7 @@ def test_a_release_that_is_not_at_hand_is_named(runtime: Runtime, memory: MadeUp
 
 
 @pytest.mark.parametrize("name", OWN)
-@pytest.mark.filterwarnings("ignore:paged_decode. backend 'hopper' was built")
+@pytest.mark.filterwarnings("ignore:paged_decode. backend 'native' was built")
 def test_a_release_of_ours_that_is_not_at_hand_is_named(runtime: Runtime, memory: MadeUpMemory, name: str) -> None:
     operator, arguments = OWN[name]
     with pytest.raises(MissingError, match="hopper-"):
@@ -68,7 +68,7 @@ NUMBERS = st.sampled_from([-(1 << 40), -2, -1, 0, 1, 2, 3, 7, 64, 1 << 31, 1 << 
 
 
 @pytest.mark.parametrize("name", [*OPERATORS, *OWN])
-@pytest.mark.filterwarnings("ignore:paged_decode. backend 'hopper' was built")
+@pytest.mark.filterwarnings("ignore:paged_decode. backend 'native' was built")
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_odd_tensors_and_numbers_give_our_errors(

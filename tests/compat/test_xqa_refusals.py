@@ -249,7 +249,7 @@ def test_kernels_that_were_not_run_come_with_one_warning(
     standin: StandIn, memory: MadeUpMemory, hopper: Runtime, operator: Any, arguments: Any
 ) -> None:
     standin.pose_as(10, 0)
-    with pytest.warns(UserWarning, match="^paged_decode: backend 'hopper' was built") as seen:  # noqa: SIM117
+    with pytest.warns(UserWarning, match="^paged_decode: backend 'native' was built") as seen:  # noqa: SIM117
         with pytest.raises(UsageError, match="no decode kernel"):
             operator(**arguments(memory))
     assert len(seen) == 1

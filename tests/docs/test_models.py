@@ -24,7 +24,7 @@ NAMES = [row[0] for row in ROWS]
 @pytest.fixture(scope="module")
 def explain(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     kernels = (*HOPPER, *MLA_KERNELS, *CONTEXT_KERNELS)
-    return [*explain_arguments(tmp_path_factory.mktemp("models"), kernels), "--sm", "90", "--backend", "hopper"]
+    return [*explain_arguments(tmp_path_factory.mktemp("models"), kernels), "--sm", "90", "--backend", "native"]
 
 
 def shape_of(row: list[str]) -> list[str]:

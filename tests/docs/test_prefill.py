@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import product
 from pathlib import Path
 
-from cubin_runtime.attention.backends import HOPPER, TABLE
+from cubin_runtime.attention.backends import NATIVE, TABLE
 from cubin_runtime.attention.paged_cache import PAGE_SIZES
 from cubin_runtime.kernels.native.prefill.select import HEAD_DIMS, MAX_GROUP
 from kernels_src.variants import VARIANTS
@@ -38,7 +38,7 @@ def test_it_names_the_bounds_of_a_call() -> None:
 
 
 def test_it_says_whether_auto_takes_them() -> None:
-    measured = (9, 0) in TABLE["context_attention"][HOPPER].automatic
+    measured = (9, 0) in TABLE["context_attention"][NATIVE].automatic
     assert ("On compute capability 9.0 `auto` takes the kernels" in TEXT) is measured
 
 

@@ -28,7 +28,7 @@ def test_the_tables_are_up_to_date(page: str) -> None:
 def test_a_gpu_is_in_the_table_of_backends_exactly_if_a_kernel_was_built_for_it(function: str) -> None:
     operation = OPERATIONS.get(function, function)
     built = [Architecture.parse(kernel.sm) for kernel in VARIANTS if kernel.operation == operation]
-    support = TABLE[function]["hopper"]
+    support = TABLE[function]["native"]
     gpus = {gpu for other in TABLE.values() for one in other.values() for gpu in (*one.automatic, *one.built)}
     served = {(major, minor) for major, minor in gpus if any(a.runs_on(10 * major + minor) for a in built)}
     assert served == support.automatic | support.built
@@ -40,7 +40,7 @@ def test_each_function_of_flashinfer_names_its_backends() -> None:
         name for name in TABLE if not hasattr(attention, name)
     }
     (row,) = [row for row in rows if "`trtllm_ragged_attention_deepseek`" in row]
-    assert row.endswith("| `hopper`: SM90 | `trtllm-gen`: SM100, SM103 | - |")
+    assert row.endswith("| `native`: SM90 | `trtllm-gen`: SM100, SM103 | - |")
 
 
 def test_the_matrix_states_what_was_measured_and_what_was_built() -> None:

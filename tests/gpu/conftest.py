@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from cubin_runtime import Config
-from cubin_runtime.attention.backends import HOPPER, TABLE
+from cubin_runtime.attention.backends import NATIVE, TABLE
 from cubin_runtime.attention.runtime import NATIVE_RELEASE, Runtime
 from cubin_runtime.launch.driver import Driver
 from cubin_runtime.testing import GraphDriver, missing_device
@@ -62,7 +62,7 @@ def rng(request: pytest.FixtureRequest) -> np.random.Generator:
 @pytest.fixture
 def mla_backend(runtime: Runtime) -> None:
     """Skip on a device that our MLA kernels are not for."""
-    support = TABLE["mla_decode"][HOPPER]
+    support = TABLE["mla_decode"][NATIVE]
     if runtime.driver.device(0).capability not in support.automatic:
         pytest.skip(f"our MLA kernels: {support}")
 
@@ -70,6 +70,6 @@ def mla_backend(runtime: Runtime) -> None:
 @pytest.fixture
 def context_backend(runtime: Runtime) -> None:
     """Skip on a device that our context attention kernels are not for."""
-    support = TABLE["context_attention"][HOPPER]
+    support = TABLE["context_attention"][NATIVE]
     if runtime.driver.device(0).capability not in support.automatic:
         pytest.skip(f"our context attention kernels: {support}")

@@ -129,7 +129,7 @@ def families_of(row: KernelRow) -> frozenset[str]:
     if isinstance(row, KernelMeta):
         phase = {"context", "prefill"} if row.kernel_type == _CONTEXT_KERNEL else {"generation", "decode"}
         return frozenset({"trtllm-gen", "fmha", *phase, *({"paged"} if row.qkv_layout == _PAGED_LAYOUT else ())})
-    return frozenset({"hopper", row.family, row.operation, *row.operation.split("_")})
+    return frozenset({"native", "hopper", row.family, row.operation, *row.operation.split("_")})
 
 
 def dtypes_of(row: KernelRow) -> frozenset[str]:

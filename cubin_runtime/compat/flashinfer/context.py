@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...attention.backends import AUTO, HOPPER, TRTLLM_GEN
+from ...attention.backends import AUTO, NATIVE, TRTLLM_GEN
 from ...attention.checks import integer
 from ...attention.prefill import context_attention
 from ...attention.trtllm_gen.checks import check_vector
@@ -39,7 +39,7 @@ def context_backend(given: Arguments, device: int, backend: str) -> str:
 
 def attend_paged(given: Arguments, q: TensorView, lengths: TensorView, max_kv_len: int, causal: bool, sums: Any) -> Any:
     """Attention over pages; ``sums`` are the cumulative KV lengths, which ``lengths`` repeat. As ``_attend``."""
-    given.refuse("kv_cache_sf", "o_sf_scale", "o_sf_vec_size", backend=HOPPER)
+    given.refuse("kv_cache_sf", "o_sf_scale", "o_sf_vec_size", backend=NATIVE)
     key, value = cache_pair(given.kv_cache, given.kv_layout)
     table = page_table_of(given)
     view = view_of(sums, "cum_seq_lens_kv")
@@ -85,10 +85,10 @@ def _attend(
     q = tensors[0]
     check_skip_factor(given)
     if is_fp4(given):
-        raise UsageError(f"out_dtype or out is nvfp4: backend {HOPPER!r} writes the dtype of query, {q.dtype}")
+        raise UsageError(f"out_dtype or out is nvfp4: backend {NATIVE!r} writes the dtype of query, {q.dtype}")
     output = output_of(given, (*q.shape[:2], tensors[2].shape[-1]), q.dtype)
     if output.view.dtype != q.dtype and given.out is None:
-        raise UsageError(f"out_dtype: {output.view.dtype}, expected that of query by backend {HOPPER!r}: {q.dtype}")
+        raise UsageError(f"out_dtype: {output.view.dtype}, expected that of query by backend {NATIVE!r}: {q.dtype}")
     lse = lse_of(given, (q.shape[0], q.shape[1]))
     launch(
         context_attention,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ...attention.backends import HOPPER
+from ...attention.backends import NATIVE
 from ...attention.checks import integer
 from ...attention.fast_path import full_path
 from ...attention.scales import ScaleProduct
@@ -123,7 +123,7 @@ def launch(
             *tensors,
             sinks=sinks_of(given.sinks, "sinks", device),
             stream=rt.memory.current_stream(given.query),
-            backend=HOPPER,
+            backend=NATIVE,
             enable_pdl=has_pdl if given.enable_pdl is None else bool(given.enable_pdl),
             runtime=rt,
             **options,

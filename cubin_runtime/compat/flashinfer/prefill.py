@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ...attention.backends import HOPPER
+from ...attention.backends import NATIVE
 from ...attention.checks import integer, shown
 from ...attention.fast_path import operator_function
 from ...attention.trtllm_gen import ContextCall, RaggedCall, Sage
@@ -77,7 +77,7 @@ def trtllm_batch_context_with_kv_cache(
         causal: causal mask, aligned to the last key; trtllm-gen: without it there is no window.
         multi_ctas_kv_counter_buffer: unused.
         use_fp16_softmax, uses_spcompress: refused: they are for other GPUs.
-        backend: "trtllm-gen" or "auto": the backend that supports the device, native kernels on Hopper; "hopper".
+        backend: "trtllm-gen" or "auto": the backend that supports the device, native kernels on Hopper; "native".
 
     Returns:
         ``out``, or (``out``, ``lse``).
@@ -87,7 +87,7 @@ def trtllm_batch_context_with_kv_cache(
     q, lengths = query_of(query, 3), lengths_of(seq_lens)
     check_batch(batch_size, lengths)
     found, max_kv = context_backend(given, q.device, backend), integer("max_kv_len", max_kv_len)
-    if found == HOPPER:
+    if found == NATIVE:
         return attend_paged(given, q, lengths, max_kv, causal, cum_seq_lens_kv)
     key, value = cache_pair_by_head(kv_cache, kv_layout)
     return run_call(
@@ -151,9 +151,9 @@ def trtllm_ragged_attention_deepseek(
     Args:
         query: ``[tokens, heads, head_dim]``, contiguous.
         key, value: ``[kv_tokens, kv_heads, head_dim]``; head dimensions (of Q and K, of V) (192, 128), (128, 128) or
-            (256, 256); hopper: also (64, 64).
+            (256, 256); native: also (64, 64).
         workspace_buffer: scratch of any contents.
-        o_sf_scale: trtllm-gen: passed to the kernel; -1 if unused. hopper: unused.
+        o_sf_scale: trtllm-gen: passed to the kernel; -1 if unused. native: unused.
         window_left: trtllm-gen: needs ``is_causal``.
         out: ``[tokens, heads, head_dim of V]``; None: allocated here, bf16 for 8-bit queries, else the query's dtype.
         sage_attn_sfs, num_elts_per_sage_attn_blk: trtllm-gen: SageAttention scales of Q, K, P and V; elements that
@@ -176,7 +176,7 @@ def trtllm_ragged_attention_deepseek(
     found, max_kv = context_backend(given, q.device, backend), integer("max_kv_len", max_kv_len)
     _check_quadruple("sage_attn_sfs", sage_attn_sfs)
     _check_quadruple("num_elts_per_sage_attn_blk", num_elts_per_sage_attn_blk)
-    if found == HOPPER:
+    if found == NATIVE:
         if any(scale is not None for scale in sage_attn_sfs):
             raise UsageError(f"sage_attn_sfs: given, expected None: backend {found!r} has no kernel for SageAttention")
         return attend_ragged(given, (q, view_of(key, "key"), v), lengths, max_kv, is_causal, cum_seq_lens_kv)
