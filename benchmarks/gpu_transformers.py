@@ -38,6 +38,7 @@ from row_origin import origin_of_launches
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from cubin_runtime import Config
@@ -220,10 +221,30 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
+@contextmanager
+def timed_inputs(seconds: list[float]) -> Iterator[None]:
+    """Meanwhile, what transformers' host takes to write the inputs of each step goes into ``seconds``."""
+    inner = ContinuousBatchingIOs.prepare_batch_tensors
+
+    def timed(*positional: Any, **named: Any) -> None:
+        begin = time.perf_counter()
+        inner(*positional, **named)
+        seconds.append(time.perf_counter() - begin)
+
+    ContinuousBatchingIOs.prepare_batch_tensors = timed
+    try:
+        yield
+    finally:
+        ContinuousBatchingIOs.prepare_batch_tensors = inner
+
+
 def batching_row(
     model: Any, name: str, names: tuple[str, ...], small: bool, options: dict[str, int] | None = None
 ) -> dict[str, Any]:
-    """``generate_batch`` of ragged requests, with further options of transformers: tokens made per second."""
+    """``generate_batch`` of ragged requests, with further options of transformers: tokens made per second.
+
+    ``inputs_ms`` is what transformers takes to write the inputs of a step, beside the model on the same host.
+    """
     generator = torch.Generator().manual_seed(2)
     count, longest, new = (4, 40, 8) if small else (64, 2048, 32)
     lengths = torch.randint(1, longest, (count,), generator=generator).tolist()
@@ -231,18 +252,20 @@ def batching_row(
     blocks = {"block_size": 16 if small else 256, "num_blocks": 64 if small else 640}
     batching = {**blocks, "max_batch_tokens": 64 if small else 4096, "use_cuda_graph": False}
     batching |= options or {}
+    inputs: dict[str, list[float]] = {each: [] for each in names}
 
     def run(implementation: str) -> float:
         model.set_attn_implementation(f"paged|{implementation}")
         generation = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0)
         free_memory()
         begin = time.perf_counter()
-        results = model.generate_batch(
-            requests,
-            generation_config=generation,
-            continuous_batching_config=ContinuousBatchingConfig(**batching),
-            progress_bar=False,
-        )
+        with timed_inputs(inputs[implementation]):
+            results = model.generate_batch(
+                requests,
+                generation_config=generation,
+                continuous_batching_config=ContinuousBatchingConfig(**batching),
+                progress_bar=False,
+            )
         made = sum(len(result.generated_tokens) for result in results.values())
         if made != count * new:
             raise RuntimeError(f"{made} tokens, expected {count * new}")
@@ -256,6 +279,7 @@ def batching_row(
             found[each] = found[each] + more if isinstance(more, list) else more
     speeds = {each: statistics.median(rates) if isinstance(rates, list) else rates for each, rates in found.items()}
     row = {"model": name, "requests": count, "longest_prompt": longest, "new": new, "options": options or {}}
+    row["inputs_ms"] = {each: 1e3 * statistics.mean(spent) for each, spent in inputs.items() if spent}
     return row | {"tokens_per_s": speeds, "ratios": _speed_ratios(found, names[0])}
 
 

@@ -164,9 +164,15 @@ def _batching(rows: list[dict[str, Any]], ours: str) -> list[str]:
         given += ", in an earlier run of three rounds" if row.get("rounds") == 3 else ""
         words.append(
             f"Continuous batching of {row['requests']} requests with prompts of up to {row['longest_prompt']:,} tokens "
-            f"and {row['new']} new ones{given}, in tokens per second: {speeds}."
+            f"and {row['new']} new ones{given}, in tokens per second: {speeds}.{_inputs(row, ours)}"
         )
     return words
+
+
+def _inputs(row: dict[str, Any], ours: str) -> str:
+    """What transformers' host takes to write the inputs of a step of each implementation, where it was measured."""
+    times = [f"{ms:.1f} ms ({'ours' if name == ours else name})" for name, ms in row.get("inputs_ms", {}).items()]
+    return f" transformers takes {', '.join(times)} a step to write its inputs." if times else ""
 
 
 def _host_times(rows: list[dict[str, Any]], ours: str, one_model: bool) -> list[str]:
