@@ -162,6 +162,7 @@ def _batching(rows: list[dict[str, Any]], ours: str) -> list[str]:
         options = row.get("options", {}).items()
         given = "".join(f", `{option}={value}`" for option, value in options)
         given += ", in an earlier run of three rounds" if row.get("rounds") == 3 else ""
+        given += f", on an {row['gpu']}" if "gpu" in row else ""
         words.append(
             f"Continuous batching of {row['requests']} requests with prompts of up to {row['longest_prompt']:,} tokens "
             f"and {row['new']} new ones{given}, in tokens per second: {speeds}.{_inputs(row, ours)}"
