@@ -26,6 +26,7 @@ from cubin_runtime.attention import Runtime, plan_context_attention, plan_paged_
 
 SCHEMA = 2
 PAGE = 64
+E4M3 = torch.float8_e4m3fn
 HIDDEN = 4096
 NAMES = {False: "default", True: "batch_invariant"}
 Call = Callable[[], Any]
@@ -54,6 +55,13 @@ DECODES = [
     *((64, 64, 8, batch, 1, keys) for batch, keys in ((1, 1024), (1, 8192), (1, 32768), (16, 8192), (64, 8192))),
     (64, 64, 8, 16, 8, 8192),
 ]
+# Likewise over e4m3 caches.
+E4M3_DECODES = [
+    *((128, 32, 8, 1, 1, keys) for keys in (1024, 8192, 32768, 131072)),
+    *((128, 32, 8, batch, 1, keys) for batch, keys in ((4, 8192), (16, 1024), (16, 8192), (64, 1024), (64, 8192))),
+    *((128, 64, 8, batch, q_len, 8192) for batch, q_len in ((16, 1), (64, 1), (16, 2), (16, 8))),
+    *((64, 64, 8, batch, 1, keys) for batch, keys in ((1, 8192), (16, 8192), (64, 1024), (64, 8192))),
+]
 # head_dim, batch, query tokens, keys: causal, 32 query heads over 8 KV heads
 PREFILLS = [(128, 8, 2048, 2048), (128, 2, 8192, 8192), (128, 1, 16384, 16384), (128, 4, 512, 8192)]
 PREFILLS += [(64, *sizes) for _, *sizes in PREFILLS]
@@ -64,7 +72,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=Method().rounds, help="of a sequence (%(default)s)")
     parser.add_argument("--rep", type=float, default=30, help="ms of device time for one median (%(default)s)")
-    parser.add_argument("--only", default="", help="decode or prefill; empty: both")
+    parser.add_argument("--only", default="", help="decode, e4m3 (decodes over such caches) or prefill; empty: all")
     parser.add_argument("--uneven", action="store_true", help="decodes of requests whose lengths differ too")
     return parser.parse_args()
 
@@ -77,12 +85,14 @@ def integers(values: Any) -> torch.Tensor:
     return torch.tensor(values, device="cuda", dtype=torch.int32)
 
 
-def decode_of(runtime: Runtime, case: tuple[int, ...], lengths: list[int], layers: int) -> Comparison:
+def decode_of(
+    runtime: Runtime, case: tuple[int, ...], lengths: list[int], layers: int, cache: torch.dtype = torch.bfloat16
+) -> Comparison:
     head_dim, heads, kv_heads, batch, q_len, keys = case
     columns = -(-keys // PAGE)
     pages = layers * batch * columns
     q = normal(batch, q_len, heads, head_dim)
-    k, v = (normal(pages, PAGE, kv_heads, head_dim) for _ in range(2))
+    k, v = (normal(pages, PAGE, kv_heads, head_dim).to(cache) for _ in range(2))
     tables, lens = torch.randperm(pages, device="cuda").int().view(layers, batch, columns), integers(lengths)
 
     def planned(invariant: bool) -> Planned:
@@ -139,14 +149,18 @@ def main() -> int:
     runtime = Runtime(Config(store=store, sources=built_sources(), offline=True))
     method = Method(rounds=chosen.rounds, hidden=HIDDEN)
     cases: list[tuple[str, Callable[[], Comparison]]] = []
-    if chosen.only != "prefill":
+    if chosen.only in ("", "e4m3"):
+        for case in E4M3_DECODES:
+            name = "decode d{} {}/{} heads, batch {}, q_len {}, keys {}, e4m3".format(*case)
+            cases.append((name, partial(decode_of, runtime, case, [case[-1]] * case[3], method.layers, E4M3)))
+    if chosen.only in ("", "decode"):
         for case in DECODES:
             name = "decode d{} {}/{} heads, batch {}, q_len {}, keys {}".format(*case)
             cases.append((name, partial(decode_of, runtime, case, [case[-1]] * case[3], method.layers)))
             if chosen.uneven and case[3] > 1:
                 lengths = torch.randint(case[-1] // 16, case[-1] + 1, (case[3],)).tolist()
                 cases.append((f"{name} at most", partial(decode_of, runtime, case, lengths, method.layers)))
-    if chosen.only != "decode":
+    if chosen.only in ("", "prefill"):
         for case in PREFILLS:
             name = "prefill d{}, batch {}, q_len {}, keys {}".format(*case)
             cases.append((name, partial(prefill_of, runtime, case, method.layers)))

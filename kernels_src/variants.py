@@ -95,7 +95,8 @@ class _DecodeShape:
     of a KV tile, of which a stage holds the keys or the values.
 
     ``wgmma``: warpgroups multiply whole tiles by 64 rows; otherwise warps multiply 16 tokens by groups of 8 rows.
-    ``q_e4m3``: queries are e4m3 and multiplied with e4m3 keys as they are.
+    ``q_e4m3``: queries are e4m3 and multiplied with e4m3 keys as they are. ``segments``: bits of prefill; e4m3 keys and
+    values become ``q_type``, which is that of queries.
     """
 
     head_dim: int
@@ -107,10 +108,13 @@ class _DecodeShape:
     tile: int = 64
     q_e4m3: bool = False
     segments: bool = False
+    q_type: str = ""
 
     @property
     def q_dtypes(self) -> str:
         """Query dtypes that the kernel accepts with an e4m3 cache."""
+        if self.q_type:
+            return self.q_type
         return "e4m3" if self.q_e4m3 else "bf16,fp16" if self.wgmma else "bf16,fp16,e4m3"
 
     @property
@@ -123,7 +127,7 @@ def _paged_decode(sm: str, dtype: str, shape: _DecodeShape) -> Variant:
     tma = sm == "90a"
     return Variant(
         source="fmha/paged_decode.cu",
-        symbol=f"fmha_paged_decode_{dtype}{'_q_e4m3' if shape.q_e4m3 else ''}"
+        symbol=f"fmha_paged_decode_{dtype}{'_q_e4m3' if shape.q_e4m3 else ''}{shape.q_type and f'_q_{shape.q_type}'}"
         f"_d{shape.head_dim}_rows{shape.rows}{'_segments' if shape.segments else ''}",
         sm=sm,
         operation="paged_decode",
@@ -142,7 +146,7 @@ def _paged_decode(sm: str, dtype: str, shape: _DecodeShape) -> Variant:
         defines={
             "HEAD_DIM": shape.head_dim,
             "KV_E4M3": int(dtype == "e4m3"),
-            "MMA_FP16": int(dtype != "bf16"),
+            "MMA_FP16": int((shape.q_type or dtype) != "bf16"),
             "Q_E4M3": int(shape.q_e4m3),
             "ROWS": shape.rows,
             "TILE_TOKENS": shape.tile,
@@ -182,6 +186,18 @@ _HOPPER_DECODE_SEGMENTS = (
     _DecodeShape(128, 64, 2, 6, 1, wgmma=True, tile=128, segments=True),
     _DecodeShape(128, 128, 2, 4, 1, wgmma=True, tile=128, segments=True),
 )
+_HOPPER_DECODE_SEGMENTS_8_BITS = tuple(
+    _DecodeShape(*shape, tile=128, segments=True, q_type=q_type)
+    for q_type in ("bf16", "fp16")
+    for shape in (
+        (64, 8, 1, 12, 2),
+        (64, 16, 1, 12, 2),
+        (64, 64, 2, 12, 1),
+        (128, 8, 1, 12, 1),
+        (128, 16, 1, 12, 1),
+        (128, 32, 2, 10, 1),
+    )
+)
 _HOPPER_DECODE_8_BITS = (
     _DecodeShape(32, 16, 1, 20, 2),
     _DecodeShape(64, 8, 1, 6, 2, tile=128),
@@ -220,7 +236,8 @@ def _decode_variants() -> tuple[Variant, ...]:
         for dtype in ("bf16", "fp16")
         for shape in (*_HOPPER_DECODE_16_BITS, *_HOPPER_DECODE_SEGMENTS)
     ]
-    hopper += [_paged_decode("90a", "e4m3", shape) for shape in _HOPPER_DECODE_8_BITS]
+    eight_bits = (*_HOPPER_DECODE_8_BITS, *_HOPPER_DECODE_SEGMENTS_8_BITS)
+    hopper += [_paged_decode("90a", "e4m3", shape) for shape in eight_bits]
     portable = [
         _paged_decode(sm, dtype, shape)
         for sm in _PORTABLE_SMS

@@ -96,7 +96,7 @@ def _over_own_keys(
         if part is not batch.decodes:
             of_prompts = {"q_cu_seq_lens": part.sums, "max_q_len": part.max_q_len, "causal": False}
             launch = partial(context_attention, q, k_cache, v_cache, **pages, **of_prompts)
-        elif decodes_directly(q.shape[1], kv_heads, q.shape[2], k_cache.dtype, options):
+        elif decodes_directly(q.shape[1], kv_heads, q.shape[2], options):
             launch = partial(paged_decode, q, k_cache, v_cache, part.table, part.lengths)
         else:
             q, result, sums = (states.unsqueeze(1) for states in (q, result, sums))

@@ -112,7 +112,7 @@ def attend(
         }
         queries, result = q[part.where], out[part.where]
         kv_heads = k_cache.shape[1 if kv_layout == "HND" else 2]
-        direct = part is batch.decodes and decodes_directly(q.shape[1], kv_heads, q.shape[2], k_cache.dtype, options)
+        direct = part is batch.decodes and decodes_directly(q.shape[1], kv_heads, q.shape[2], options)
         # As many tokens of each request need no running sums, and the decode of one token no dimension for it.
         if part.sums is None and not (direct and part.max_q_len == 1):
             queries, result = (states.unflatten(0, (-1, part.max_q_len)) for states in (queries, result))
@@ -149,9 +149,8 @@ def check_layer(head_size: int, value_size: int, heads: int, kv_heads: int) -> N
         raise UsageError(f"num_heads={heads}, num_kv_heads={kv_heads}: expected 1 to 64 query heads per KV head")
 
 
-def decodes_directly(heads: int, kv_heads: int, head_size: int, cache_dtype: Any, options: LayerOptions) -> bool:
+def decodes_directly(heads: int, kv_heads: int, head_size: int, options: LayerOptions) -> bool:
     """Return whether requests that decode run on ``paged_decode``, not on ``context_attention``."""
     # Elsewhere a decode's bits are not those of a prompt, so that only one of the operators may be used.
-    has_segments = head_size in SEGMENT_HEAD_DIMS and cache_dtype.itemsize > 1
-    alike = not options.batch_invariant or has_segments
+    alike = not options.batch_invariant or head_size in SEGMENT_HEAD_DIMS
     return alike and options.soft_cap == 0 and heads <= MAX_GROUP * kv_heads

@@ -145,7 +145,7 @@ def _plans(
         "kv_layout": kv_layout,
         "batch_invariant": options.batch_invariant,
     }
-    if decodes_directly(heads, kv_heads, size, cache_dtype, options):
+    if decodes_directly(heads, kv_heads, size, options):
         for tokens in sorted({1, limits.decode_tokens}):
             for requests in _counts(min(limits.requests, limits.tokens // tokens)):
                 given = (k_cache, v_cache, table[:requests], lengths[:requests])
@@ -203,7 +203,7 @@ def _dealt_plans(
     shared |= {"k_scale": options.k_scale, "v_scale": options.v_scale, "kv_layout": kv_layout}
     most = min(limits.requests, limits.tokens)
     soft_cap: dict[str, Any] = {"logit_soft_cap": options.soft_cap}
-    direct = decodes_directly(world * heads, kv_heads, size, cache_dtype, options)
+    direct = decodes_directly(world * heads, kv_heads, size, options)
     for requests in _counts(most):
         pages = table[:requests], lengths[:requests]
         if direct:

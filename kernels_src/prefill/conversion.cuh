@@ -12,17 +12,6 @@
 #if KV_E4M3
 namespace context_attention {
 
-// Four e4m3 become two pairs of bf16, the low two and the high two: exact, but NaN becomes 480 with its sign.
-DEVICE void e4m3_to_bf16(uint32_t four, uint32_t& low, uint32_t& high) {
-    // Each code is extended by its sign, so that sign, exponent and mantissa come to their places together; the product
-    // adds the difference of the exponents' biases, also to subnormal codes.
-    asm("{ .reg .b32 l, h; prmt.b32 l, %2, 0, 0x9180; prmt.b32 h, %2, 0, 0xb3a2;\n"
-        "shl.b32 l, l, 4; shl.b32 h, h, 4; and.b32 l, l, 0x87f087f0; and.b32 h, h, 0x87f087f0;\n"
-        "mul.rn.bf16x2 %0, l, %3; mul.rn.bf16x2 %1, h, %3; }"
-        : "=r"(low), "=r"(high)
-        : "r"(four), "r"(0x7b807b80));  // 2^120
-}
-
 // Sixteen e4m3 become two rows of eight numbers of q's type, exactly; but for bf16 a NaN becomes 480 with its sign.
 DEVICE void convert_unit(uint4 raw, uint4 (&converted)[2]) {
     constexpr auto pairs = MMA_FP16 ? e4m3_to_fp16 : e4m3_to_bf16;

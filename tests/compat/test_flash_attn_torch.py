@@ -352,7 +352,7 @@ def test_descales_reach_the_kernel(standin: StandIn, q_len: int) -> None:
     assert {seen[f"{name}_scale_{of}_stride"] for name in "kv" for of in ("request", "head")} == {0}
 
 
-def test_a_decode_that_has_to_have_the_bits_of_a_prompt_is_one_over_e4m3(standin: StandIn) -> None:
+def test_a_decode_over_e4m3_that_has_to_have_the_bits_of_a_prompt_is_a_decode(standin: StandIn) -> None:
     caches = {name: cached()[name].to(torch.float8_e4m3fn) for name in ("k_cache", "v_cache")}
     flash_attn.flash_attn_with_kvcache(**cached(1, **caches, num_splits=1))
-    assert "context_attention" in standin.calls("cuLaunchKernelEx")[0].seen["symbol"]
+    assert "paged_decode" in standin.calls("cuLaunchKernelEx")[0].seen["symbol"]

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from decode_values import KINDS, bits_of, values_of
+from kv_scales import draw_kv_scales, kv_scale_arguments
 
 from cubin_runtime.attention import Runtime, TensorView, plan_context_attention, plan_paged_decode
 from cubin_runtime.testing.device import POISON, DeviceArrays
@@ -29,10 +30,16 @@ class Prompt:
     amplitude: float = 1.0  # of the queries: how far scores lie apart
     softmax_scale: float | None = None
     device_scales: bool = False  # the kernels read both scales from memory
+    e4m3: bool = False  # keys and values
+    kv_scales: str = ""  # a form of them
 
     @property
     def heads(self) -> int:
         return self.kv_heads * self.group
+
+    @property
+    def kv_dtype(self) -> str:
+        return "e4m3" if self.e4m3 else self.dtype
 
 
 Bits = tuple[np.ndarray, np.ndarray]  # of outputs, [tokens, heads, head_dim], and of the log-sum-exp, [tokens, heads]
@@ -47,7 +54,8 @@ class PromptOnDevice:
         shape = (prompt.tokens, prompt.heads, prompt.head_dim)
         self.q = bits_of(prompt.dtype, rng.standard_normal(shape) * prompt.amplitude)
         shape = (prompt.tokens, prompt.kv_heads, prompt.head_dim)
-        self.k, self.v = (bits_of(prompt.dtype, rng.standard_normal(shape)) for _ in range(2))
+        self.k, self.v = (bits_of(prompt.kv_dtype, rng.standard_normal(shape)) for _ in range(2))
+        self.kv_scales = draw_kv_scales(prompt.kv_scales, 1, prompt.kv_heads, rng)
         self.sinks = self._view(rng.standard_normal(prompt.heads).astype(np.float32), "float32")
         self.scale = prompt.head_dim**-0.5 if prompt.softmax_scale is None else prompt.softmax_scale
         scales = {"softmax_scale": self.scale, "output_scale": 0.75}
@@ -63,11 +71,12 @@ class PromptOnDevice:
         ids = rng.permutation(columns + 3)[:columns].astype(np.int32)
         caches = []
         for side in (self.k, self.v):
-            cache = np.full((columns + 3, page, *side.shape[1:]), self.kind.nan, np.uint16)
+            kind = KINDS[prompt.kv_dtype]
+            cache = np.full((columns + 3, page, *side.shape[1:]), kind.nan, side.dtype)
             for column, at in enumerate(ids):
                 piece = side[column * page : (column + 1) * page]
                 cache[at, : len(piece)] = piece
-            caches.append(self._view(cache, self.kind.view))
+            caches.append(self._view(cache, kind.view))
         return caches[0], caches[1], ids
 
     def _keys(self, lengths: Sequence[int], page: int) -> tuple[TensorView, TensorView, dict[str, TensorView]]:
@@ -76,6 +85,7 @@ class PromptOnDevice:
         tensors = {
             "page_table": self._view(np.ascontiguousarray(table), "int32"),
             "seq_lens": self._view(np.array(lengths, np.int32), "int32"),
+            **kv_scale_arguments(self.prompt.kv_scales, self.kv_scales, len(lengths), self.arrays),
         }
         return k, v, tensors
 
@@ -142,7 +152,10 @@ class PromptOnDevice:
     def expected(self, tokens: Sequence[int]) -> np.ndarray:
         """The outputs of tokens in float64."""
         prompt = self.prompt
-        q, k, v = (values_of(prompt.dtype, x).astype(np.float64) for x in (self.q, self.k, self.v))
+        q = values_of(prompt.dtype, self.q).astype(np.float64)
+        k, v = (values_of(prompt.kv_dtype, x).astype(np.float64) for x in (self.k, self.v))
+        if self.kv_scales is not None:
+            k, v = (x * scale.reshape(-1, 1) for x, scale in zip((k, v), self.kv_scales, strict=True))
         sinks = self.arrays.download(self.sinks, np.float32).astype(np.float64)
         out = []
         for token in tokens:

@@ -38,6 +38,13 @@ PROMPTS = {
     "no scale": Prompt(1200, softmax_scale=0.0, sinks=True),
     "scales on the device": Prompt(1500, device_scales=True, sinks=True),
     "negative scale on the device": Prompt(900, head_dim=64, softmax_scale=-0.2, device_scales=True),
+    "e4m3": Prompt(2700, e4m3=True),
+    "e4m3 head 64": Prompt(2700, head_dim=64, e4m3=True, page_size=16),
+    "e4m3, fp16": Prompt(1800, dtype="fp16", e4m3=True, kv_scales="number"),
+    "e4m3, fp16, head 64": Prompt(1800, head_dim=64, dtype="fp16", e4m3=True, kv_scales="one", page_size=128),
+    "e4m3, group of 32": Prompt(1100, group=32, kv_heads=1, e4m3=True, sinks=True),
+    "e4m3, window": Prompt(2500, window_left=300, page_size=16, e4m3=True, kv_scales="heads"),
+    "e4m3, scales on the device": Prompt(1500, device_scales=True, sinks=True, e4m3=True, kv_scales="expanded"),
 }
 
 
@@ -81,12 +88,12 @@ def test_the_bits_are_those_of_attention(runtime: Runtime, name: str) -> None:
         )
 
 
-# Every 20 prompts meet each of these.
-STRATA = list(product((64, 128), ("bf16", "fp16"), (16, 32, 64, 128, 256)))
+# Every 40 prompts meet each of these.
+STRATA = list(product((64, 128), ("bf16", "fp16"), (16, 32, 64, 128, 256), (False, True)))
 
 
 def random_prompt(rng: np.random.Generator, index: int) -> Prompt:
-    head_dim, dtype, page_size = STRATA[index % len(STRATA)]
+    head_dim, dtype, page_size, e4m3 = STRATA[index % len(STRATA)]
     group = int(rng.choice([1, 2, 3, 4, 6, 8, 12, 16, 24, 32]))
     tokens = int(rng.integers(9, 3000))
     return replace(
@@ -100,6 +107,8 @@ def random_prompt(rng: np.random.Generator, index: int) -> Prompt:
         sinks=bool(rng.integers(2)),
         amplitude=float(rng.choice([0.1, 1.0, 10.0, 100.0])),
         device_scales=bool(rng.integers(2)),
+        e4m3=e4m3,
+        kv_scales=str(rng.choice(["", "number", "one", "heads", "expanded"])) if e4m3 else "",
     )
 
 
@@ -114,10 +123,21 @@ def test_random_prompts_have_the_same_bits_in_prefill_and_decode(runtime: Runtim
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize(("head_dim", "rows"), [*product((64, 128), (8, 16, 64)), (128, 128)])
-def test_every_decode_kernel_gives_the_bits_of_prefill(runtime: Runtime, head_dim: int, dtype: str, rows: int) -> None:
+@pytest.mark.parametrize(
+    ("head_dim", "rows", "e4m3"),
+    [
+        *product((64, 128), (8, 16, 64), (False,)),
+        (128, 128, False),
+        *product((64, 128), (8, 16), (True,)),
+        (64, 64, True),
+        (128, 32, True),
+    ],
+)
+def test_every_decode_kernel_gives_the_bits_of_prefill(
+    runtime: Runtime, head_dim: int, dtype: str, rows: int, e4m3: bool
+) -> None:
     kernels = [k for k in runtime.native_release().kernels if k.traits.get("arithmetic") == "segments"]
-    prompt = Prompt(3100, head_dim=head_dim, dtype=dtype, group=6, window_left=2000)
+    prompt = Prompt(3100, head_dim=head_dim, dtype=dtype, group=6, window_left=2000, e4m3=e4m3)
     with prompt_on_device(runtime, prompt, (SEED, 4)) as device:
         whole = device.prefill((0, prompt.tokens))
         with only_kernels(runtime, {kernel.name for kernel in kernels if kernel.traits["rows"] == rows}):
@@ -131,9 +151,10 @@ def test_every_decode_kernel_gives_the_bits_of_prefill(runtime: Runtime, head_di
                 assert_same(device.decode(steps), picked(whole, tokens), f"{rows} rows: {steps}")
 
 
+@pytest.mark.parametrize("e4m3", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_long_contexts_split_over_the_gpu_keep_the_bits(runtime: Runtime, head_dim: int) -> None:
-    prompt = Prompt(40_000, head_dim=head_dim, kv_heads=1, group=4)
+def test_long_contexts_split_over_the_gpu_keep_the_bits(runtime: Runtime, head_dim: int, e4m3: bool) -> None:
+    prompt = Prompt(40_000, head_dim=head_dim, kv_heads=1, group=4, e4m3=e4m3)
     with prompt_on_device(runtime, prompt, (SEED, 3)) as device:
         cuts = (39_000, 39_100, 40_000)
         last = device.prefill(cuts)

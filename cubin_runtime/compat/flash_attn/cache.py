@@ -11,6 +11,7 @@ from ...attention.decode_call import E4M3
 from ...attention.gqa import paged_decode
 from ...attention.paged_cache import has_decode_kernel
 from ...errors import UsageError, WorkspaceError
+from ...kernels.native.prefill.select import SEGMENT_HEAD_DIMS
 from ..renaming import renamed
 from ..shapes import is_torch, shape_of
 from .attention import attend
@@ -147,8 +148,9 @@ def _is_decode(queries: Queries, cache: Cache, lengths: Any, options: Options) -
         return False
     if cache.table is None and requests != queries.batch:
         return False  # whose context attention is an error
-    if options.batch_invariant and dtype_of(cache.k, options.names["k_cache"]) == E4M3:
-        return False  # decodes over e4m3 have other bits than prompts
+    of_e4m3 = dtype_of(cache.k, options.names["k_cache"]) == E4M3
+    if options.batch_invariant and of_e4m3 and head_dim not in SEGMENT_HEAD_DIMS:
+        return False  # decodes over e4m3 have other bits than prompts there
     return q_len == 1 or (options.causal and q_len <= MOST_DECODED)
 
 

@@ -8,6 +8,9 @@
 // The scores of the next tile come before the product of the last one, so that one barrier a tile is enough. At the end
 // of a segment, O is folded into that of earlier segments or, where those belong to other CTAs, written as a partial.
 // The CTA that arrives last folds all of them from the left.
+//
+// e4m3 keys and values become the type of the queries in registers, exactly but for NaN. Within the 16 columns of a
+// step of Q K^T they lie in another order, as do the queries; that changes no bits.
 #pragma once
 #include "segment_partials.cuh"
 
@@ -18,7 +21,7 @@ constexpr int TEAM_BARRIER = CONSUMER_BARRIER + 1;  // and up, one for each team
 constexpr int WARP_TOKENS = TILE_TOKENS / TEAM_WARPS, BLOCKS = WARP_TOKENS / 16;
 constexpr int WARP_DIMS = HEAD_DIM / TEAM_WARPS, DIM_BLOCKS = WARP_DIMS / 16;
 
-// The thread's part of O^T: rows 2 (lane % 4) + {0, 1} of a row tile, dims lane / 4 and those + 8 of a block.
+// The thread's part of O^T: rows 2 (lane % 4) + {0, 1} of a row tile, and two dims of a block (dim_of_value).
 using Output = float[ROW_TILES][DIM_BLOCKS][4];
 using Scores = float[BLOCKS][ROW_TILES][4];  // tokens lane / 4 and those + 8 of a block, the same rows
 using RowValues = float[ROW_TILES][2];
@@ -27,12 +30,25 @@ DEVICE int warp_of_team() { return threadIdx.x / 32 % TEAM_WARPS; }
 DEVICE int first_team_row() { return threadIdx.x / TEAM * Exchange::TEAM_ROWS; }
 // Of the thread's values of a row tile: the row within the team.
 DEVICE int row_of_value(int n, int i) { return n * 8 + threadIdx.x % 4 * 2 + i; }
+// Of a block of 16 dims: lane / 4 and that + 8. A 16-bit element of a matrix of e4m3 holds two neighbouring dims.
+DEVICE int dim_of_value(int i) {
+    const int of_eight = threadIdx.x % 32 / 4;
+    return KV_E4M3 ? of_eight * 2 + i : of_eight + i * 8;
+}
 
 DEVICE void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     if constexpr (MMA_FP16)
         mma_fp16_16x8x16(d, a, b0, b1);
     else
         mma_bf16_16x8x16(d, a, b0, b1);
+}
+
+// Four e4m3 become two pairs of the products' type.
+DEVICE void convert(uint32_t four, uint32_t& low, uint32_t& high) {
+    if constexpr (MMA_FP16)
+        e4m3_to_fp16(four, low, high);
+    else
+        e4m3_to_bf16(four, low, high);
 }
 
 DEVICE void clear(Output& out) {
@@ -45,7 +61,7 @@ DEVICE void clear(Output& out) {
 }
 
 // The queries of a work tile as fragments of the B operand, in registers or shared memory; k = 2 (lane % 4) + {0, 1} and
-// those + 8.
+// those + 8, or for e4m3 keys 4 (lane % 4) + {0, 1, 2, 3}.
 struct Queries {
     uint2 own[QUERY_IN_SHARED ? 1 : ROW_TILES][QUERY_IN_SHARED ? 1 : K_STEPS];
 
@@ -54,7 +70,8 @@ struct Queries {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         find_visible_keys(p, work, shared);
         const auto fragment = [&](const char* row, bool exists, int step) {
-            const char* at = row + step * 32 + lane % 4 * 4;
+            const char* at = row + step * 32 + lane % 4 * (KV_E4M3 ? 8 : 4);
+            if constexpr (KV_E4M3) return exists ? *reinterpret_cast<const uint2*>(at) : make_uint2(0, 0);
             return exists ? make_uint2(*reinterpret_cast<const uint32_t*>(at),
                                        *reinterpret_cast<const uint32_t*>(at + 16))
                           : make_uint2(0, 0);
@@ -106,16 +123,25 @@ DEVICE void multiply_keys(uint32_t stage, const Queries& queries, const SharedSt
         for (int n = 0; n < ROW_TILES; ++n)
 #pragma unroll
             for (int i = 0; i < 4; ++i) s[b][n][i] = 0.f;
+    constexpr int STEPS = KV_E4M3 ? 2 : 1;  // in 32 bytes
 #pragma unroll
-    for (int step = 0; step < K_STEPS; ++step)
+    for (int step = 0; step < K_STEPS; step += STEPS)
 #pragma unroll
         for (int b = 0; b < BLOCKS; ++b) {
-            uint32_t k[4];
-            ldmatrix_x4(k, step_address(keys, step) + b * 16 * SPAN);
+            uint32_t raw[4];  // tokens 0-7 and 8-15 of 16 bytes, then of the next 16
+            ldmatrix_x4(raw, step_address(keys, step / STEPS) + b * 16 * SPAN);
 #pragma unroll
-            for (int n = 0; n < ROW_TILES; ++n) {
-                const uint2 q = queries.get(shared, n, step);
-                multiply(s[b][n], k, q.x, q.y);
+            for (int half = 0; half < STEPS; ++half) {
+                uint32_t k[4] = {raw[0], raw[1], raw[2], raw[3]};
+                if constexpr (KV_E4M3) {
+                    convert(raw[half * 2], k[0], k[2]);
+                    convert(raw[half * 2 + 1], k[1], k[3]);
+                }
+#pragma unroll
+                for (int n = 0; n < ROW_TILES; ++n) {
+                    const uint2 q = queries.get(shared, n, step + half);
+                    multiply(s[b][n], k, q.x, q.y);
+                }
             }
         }
 }
@@ -199,14 +225,20 @@ template <bool EDGE>
 DEVICE void multiply_values(uint32_t stage, int low, int high, const uint16_t (*probability)[TILE_TOKENS + 8],
                             Output& out) {
     const int lane = threadIdx.x % 32;
+    // 16 tokens of 16 dims at a time; of e4m3 32 tokens.
     const uint32_t values =
-        stage + tile_address(0, lane / 16 * 8 + lane % 8, warp_of_team() * (WARP_DIMS / 8) + lane / 8 % 2);
+        stage + (KV_E4M3 ? tile_address(0, lane, warp_of_team() * (WARP_DIMS / 16))
+                         : tile_address(0, lane / 16 * 8 + lane % 8, warp_of_team() * (WARP_DIMS / 8) + lane / 8 % 2));
 #pragma unroll
     for (int pair = 0; pair < TILE_TOKENS / 32; ++pair) {
         uint32_t p[ROW_TILES][4];  // of two steps of 16 tokens
 #pragma unroll
         for (int n = 0; n < ROW_TILES; ++n)
             ldmatrix_x4(p[n], shared_address(&probability[n * 8 + lane % 8][pair * 32 + lane / 8 * 8]));
+        uint32_t raw[KV_E4M3 ? DIM_BLOCKS : 1][4];  // 8 tokens each
+        if constexpr (KV_E4M3)
+#pragma unroll
+            for (int d = 0; d < DIM_BLOCKS; ++d) ldmatrix_x4_trans(raw[d], (values ^ (d * 16)) + pair * 32 * SPAN);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int token = pair * 32 + half * 16;
@@ -222,10 +254,20 @@ DEVICE void multiply_values(uint32_t stage, int low, int high, const uint16_t (*
 #pragma unroll
             for (int d = 0; d < DIM_BLOCKS; ++d) {
                 uint32_t v[4];
-                ldmatrix_x4_trans(v, (values ^ (d * 32)) + token * SPAN);
+                if constexpr (KV_E4M3) {
 #pragma unroll
-                for (int i = 0; i < 4; ++i)
-                    if (EDGE) v[i] &= keep[i / 2];
+                    for (int i = 0; i < 2; ++i) {
+                        uint32_t& four = raw[d][half * 2 + i];
+                        if (EDGE) four &= keep[i];
+                        // both tokens of the even dim, then of the odd one
+                        convert(__byte_perm(four, 0, 0x3120), v[i * 2], v[i * 2 + 1]);
+                    }
+                } else {
+                    ldmatrix_x4_trans(v, (values ^ (d * 32)) + token * SPAN);
+#pragma unroll
+                    for (int i = 0; i < 4; ++i)
+                        if (EDGE) v[i] &= keep[i / 2];
+                }
 #pragma unroll
                 for (int n = 0; n < ROW_TILES; ++n) multiply(out[n][d], v, p[n][half * 2], p[n][half * 2 + 1]);
             }
@@ -321,7 +363,7 @@ DEVICE void finish(const Params& p, const WorkTile& work, float scale, float out
 #pragma unroll
             for (int i = 0; i < 4; ++i)
                 shared.merge[0][first_team_row() + row_of_value(n, i % 2)]
-                            [warp_of_team() * WARP_DIMS + d * 16 + threadIdx.x % 32 / 4 + i / 2 * 8] =
+                            [warp_of_team() * WARP_DIMS + d * 16 + dim_of_value(i / 2)] =
                     folded.out[n][d][i];
     const int own = first_team_row() + RowSums::row();
     if (RowSums::has_row() && threadIdx.x % 4 == 0 && own < rows.count) {
@@ -449,14 +491,21 @@ DEVICE void fold_partials(const Params& p, const WorkRange& range, const WorkTil
 }
 
 DEVICE void consume(const Params& p, const WorkRange& range, SharedStorage& shared) {
-    const Scale scale(p);
-    const float output_scale = p.output_scale * device_scale(p.output_scale_device);
+    [[maybe_unused]] const Scale launch_scale(p);
+    const float launch_output_scale = p.output_scale * device_scale(p.output_scale_device);
     Exchange& exchange = shared.exchange[threadIdx.x / TEAM];
     const int team_barrier = TEAM_BARRIER + threadIdx.x / TEAM;
     StageState keys, values;
     values.advance();
     for_each_work_tile(p, range, [&](const WorkTile& work) {
         const Request& r = work.request;
+#if KV_E4M3
+        const Scale scale(p, key_scale(p, work));
+        const float output_scale = launch_output_scale * value_scale(p, work);
+#else
+        const Scale& scale = launch_scale;
+        const float output_scale = launch_output_scale;
+#endif
         Queries queries;
         queries.load(p, work, shared);
         const int end = end_tile(work);

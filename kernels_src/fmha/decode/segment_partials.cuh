@@ -9,7 +9,8 @@ namespace paged_decode {
 using segments::Statistics;
 
 constexpr int SEGMENT_TILES = DecodeTiling::SEGMENT_TILES;
-static_assert(TILE_TOKENS == SEGMENT_TILE_TOKENS && !KV_E4M3 && USE_TMA && SPAN == 128, "the tiles of prefill");
+static_assert(TILE_TOKENS == SEGMENT_TILE_TOKENS && USE_TMA, "the tiles of prefill");
+static_assert(!WARPGROUP_MMA || (!KV_E4M3 && SPAN == 128), "products read keys and values as they lie");
 // Keys of a tile are read before values of the tile in front of it: a warp that filled stages of both could be a pass
 // ahead of what the stage's barrier tells apart.
 static_assert(STAGES % PRODUCER_WARPS == 0, "a stage is always filled by the same warp");
@@ -18,9 +19,10 @@ static_assert(STAGES % PRODUCER_WARPS == 0, "a stage is always filled by the sam
 struct Scale {
     float log2;
     bool flips;
-    DEVICE explicit Scale(const Params& p) {
+    DEVICE explicit Scale(const Params& p, float of_keys = 1.f) {
         float signed_log2 = p.softmax_scale_log2;
         if (p.softmax_scale_device != nullptr) signed_log2 *= *static_cast<const float*>(p.softmax_scale_device);
+        if constexpr (KV_E4M3) signed_log2 *= of_keys;
         log2 = segments::positive_scale(signed_log2);
         flips = signed_log2 < 0.f;
     }

@@ -45,6 +45,7 @@ unsigned __ballot_sync(unsigned, int);
 unsigned __reduce_max_sync(unsigned, unsigned);
 int __any_sync(unsigned, int);
 int __ffs(int);
+unsigned __byte_perm(unsigned, unsigned, unsigned);
 int __popc(unsigned);
 int __popcll(unsigned long long);
 float __fdividef(float, float);
