@@ -304,7 +304,7 @@ def _append_kv(sm: str, dtypes: tuple[str, str] | None) -> Variant:
         symbol=f"append_kv_{'_to_'.join(dtypes) if dtypes else 'copy'}",
         sm=sm,
         operation="append_kv",
-        struct="AppendKvParams",
+        struct="AppendKvQuantiseParams" if dtypes else "AppendKvParams",
         traits={"quantise": f"{dtypes[0]} to {dtypes[1]}" if dtypes else ""},
         defines={
             "QUANTISE": int(dtypes is not None),

@@ -163,8 +163,8 @@ def append_kv(
         page_indptr: int32 or uint32 ``[batch + 1]``: where the page ids of each request begin.
         lengths_include_new: False: ``seq_lens`` are the lengths before the append.
         k_scale, v_scale: what keys and values are divided by where they are quantised (they are multiplied by the
-            float32 reciprocal; e4m3 saturates at 448): numbers other than 0, or float32 tensors of one element on the
-            device; None: 1.
+            float32 reciprocal; e4m3 saturates at 448): numbers other than 0, or float32 tensors on the device of one
+            element, ``[kv_heads]`` or ``[batch, kv_heads]`` with any strides, 0 too; None: 1.
         kv_layout: "NHD" or "HND".
         workspace: scratch memory that belongs to ``stream``. None: the one that the cached plan keeps for this stream.
         stream: an int handle, an object with ``__cuda_stream__``, a torch stream, or None: torch's current stream

@@ -19,7 +19,7 @@ from ..tensor import TensorView
 from ..values import dataclass
 from .backends import AUTO
 from .checks import check_shape
-from .decode_call import LENGTHS, token_stride
+from .decode_call import KV_SCALE_TENSORS, KV_SCALES, LENGTHS, scale_strides, token_stride
 from .operator import TensorArg
 from .paged_cache import Q_DTYPES, cache_view
 from .plain_operator import PlainCall, PlainOperator
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 HEAD_DIM_STEP, MAX_HEAD_DIM = 16, 1024
 _MOST_TOKENS = 1 << 30  # the number of a token behind them, where a CTA's next chunk would begin, fits an int32
-SCALES = ("k_scale", "v_scale")
+SCALES = KV_SCALES
 
 
 class AppendTensors(TypedDict):
@@ -110,9 +110,8 @@ def _check(call: PlainCall) -> None:
             raise UsageError(
                 f"{name}: given with {key.dtype} keys and {k.dtype} caches, which are copied; expected None"
             )
-        scale = tensors.get(name)
-        if scale is not None and prod(scale.shape) != 1:
-            raise UsageError(f"{name}: shape {scale.shape}, expected one element")
+        if tensors.get(name) is not None:
+            check_shape(name, tensors[name], (1,), (k.shape[2],), (_batch(call), k.shape[2]))
     tensors.check_devices()
     tensors.check_memory()
     for name, source in (("key", key), ("value", value)):
@@ -219,6 +218,8 @@ def _launches(call: PlainCall, device: DeviceFacts, release: NativeRelease) -> S
         v_strides=_strides(tensors["value"], "value", v),
         k_scale=options.k_scale or 1.0,
         v_scale=options.v_scale or 1.0,
+        k_scale_strides=scale_strides(tensors.get("k_scale")),
+        v_scale_strides=scale_strides(tensors.get("v_scale")),
         programmatic_serialization=options.enable_pdl,
     )
     shape = AppendShape(dtype=DTYPES[key.dtype].short, kv_dtype=DTYPES[k.dtype].short, tokens=tokens)
@@ -239,7 +240,7 @@ APPEND_KV = PlainOperator(
         TensorArg("positions", LENGTHS, optional=True, contiguous=True),
         TensorArg("batch_indices", LENGTHS, optional=True, contiguous=True),
         TensorArg("page_indptr", LENGTHS, optional=True, contiguous=True),
-        *(TensorArg(name, ("float32",), optional=True, scalar=True, value=f"{name}_device") for name in SCALES),
+        *(replace(arg, value=f"{arg.name}_device") for arg in KV_SCALE_TENSORS),
     ),
     options=AppendOptions,
     scales=SCALES,

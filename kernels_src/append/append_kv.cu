@@ -17,10 +17,14 @@
 //        -DLOAD_FUNCTION=__ldcs|__ldcg (how new keys and values are read) -DKERNEL_NAME=symbol.
 
 #include "../common/ptx.cuh"
+#if QUANTISE
+#include "AppendKvQuantiseParams.h"
+using Params = AppendKvQuantiseParams;
+#else
 #include "AppendKvParams.h"
-#include "KernelConstants.h"
-
 using Params = AppendKvParams;
+#endif
+#include "KernelConstants.h"
 
 namespace append_kv {
 
@@ -38,6 +42,9 @@ static_assert(1LL * CHUNK * APPEND_MAX_UNITS * APPEND_MAX_UNITS < 1LL << 32, "di
 // Where a token goes, in bytes from the beginnings of the caches; k < 0: nowhere.
 struct Place {
     int64_t k, v;
+#if QUANTISE
+    int request;  // whose scales it has
+#endif
 };
 
 struct Token {
@@ -103,6 +110,9 @@ struct PageEntry {
     int page;
     uint32_t slot;
     bool is_inside;
+#if QUANTISE
+    int request;
+#endif
 };
 
 DEVICE PageEntry find_page(const Params& p, const Requests& requests, int token) {
@@ -124,7 +134,12 @@ DEVICE PageEntry find_page(const Params& p, const Requests& requests, int token)
         report(p, STATUS_POSITION_WITHOUT_PAGE);
         return nowhere;
     }
-    return {static_cast<const int*>(p.page_table)[entry], position - column * static_cast<uint32_t>(p.page_size), true};
+    PageEntry result = {static_cast<const int*>(p.page_table)[entry],
+                        position - column * static_cast<uint32_t>(p.page_size), true};
+#if QUANTISE
+    result.request = found.request;
+#endif
+    return result;
 }
 
 DEVICE Place place_of(const Params& p, const PageEntry& entry) {
@@ -135,8 +150,12 @@ DEVICE Place place_of(const Params& p, const PageEntry& entry) {
         return nowhere;
     }
     const int64_t slot = entry.slot;
-    return {entry.page * p.k_page_stride + slot * p.k_token_stride,
-            entry.page * p.v_page_stride + slot * p.v_token_stride};
+    Place result = {entry.page * p.k_page_stride + slot * p.k_token_stride,
+                    entry.page * p.v_page_stride + slot * p.v_token_stride};
+#if QUANTISE
+    result.request = entry.request;
+#endif
+    return result;
 }
 
 // n / d for n < 2^32 / d, with the reciprocal ceil(2^32 / d).
@@ -197,6 +216,42 @@ DEVICE uint4 converted(const uint4 (&data)[LOADS], float inverse) {
 #endif
 }
 
+DEVICE float inverse_scale(float number, const void* device, int64_t element = 0) {
+    return 1.f / (device ? number * static_cast<const float*>(device)[element] : number);
+}
+
+#if QUANTISE
+// Of keys and of values: the inverses of their scales where all have one, else where each finds its own.
+struct Scales {
+    float inverse[2];
+    bool has_one;
+
+    DEVICE void load(const Params& p) {
+        has_one = (p.k_scale_request_stride | p.k_scale_head_stride | p.v_scale_request_stride |
+                   p.v_scale_head_stride) == 0;
+        inverse[0] = inverse_scale(p.k_scale, p.k_scale_device);
+        inverse[1] = inverse_scale(p.v_scale, p.v_scale_device);
+    }
+
+    // Of a unit that is written.
+    DEVICE float inverse_of(const Params& p, const Unit& unit, const Place* places) const {
+        if (has_one) return unit.is_key ? inverse[0] : inverse[1];
+        const int request = places[unit.in_chunk].request;
+        return unit.is_key ? inverse_scale(p.k_scale, p.k_scale_device,
+                                           request * p.k_scale_request_stride + unit.head * p.k_scale_head_stride)
+                           : inverse_scale(p.v_scale, p.v_scale_device,
+                                           request * p.v_scale_request_stride + unit.head * p.v_scale_head_stride);
+    }
+};
+#else
+struct Scales {
+    float inverse[2] = {1.f, 1.f};
+    DEVICE float inverse_of(const Params&, const Unit& unit, const Place*) const {
+        return unit.is_key ? inverse[0] : inverse[1];
+    }
+};
+#endif
+
 struct Batch {
     uint4 data[UNITS_IN_FLIGHT][LOADS];
 };
@@ -211,21 +266,16 @@ DEVICE void load(const Params& p, int first, uint32_t units, uint32_t base, Batc
     }
 }
 
-// `inverses` are those of the scales of keys and of values.
 DEVICE void store(const Params& p, const Place* places, uint32_t units, uint32_t base, const Batch& batch,
-                  const float (&inverses)[2]) {
+                  const Scales& scales) {
 #pragma unroll
     for (int i = 0; i < UNITS_IN_FLIGHT; ++i) {
         const uint32_t index = base + i * THREADS;
         const Unit unit = unit_of(p, min(index, units - 1));
         char* to = target_of(p, unit, places);
         if (to && index < units)
-            *reinterpret_cast<uint4*>(to) = converted(batch.data[i], unit.is_key ? inverses[0] : inverses[1]);
+            *reinterpret_cast<uint4*>(to) = converted(batch.data[i], scales.inverse_of(p, unit, places));
     }
-}
-
-DEVICE float inverse_scale(float number, const void* device) {
-    return 1.f / (device ? number * *static_cast<const float*>(device) : number);
 }
 
 }  // namespace append_kv
@@ -239,7 +289,7 @@ extern "C" __global__ void __launch_bounds__(append_kv::THREADS, APPEND_CTAS_PER
     wait_for_previous_grid();
     allow_next_grid();  // its CTAs find room beside these, and wait for the end of this grid before they read
     Requests requests = {static_cast<const int*>(p.cum_seq_lens), static_cast<const int*>(p.seq_lens)};
-    float inverses[2] = {1.f, 1.f};
+    Scales scales;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     bool is_first = true;
     uint32_t begin = 0;  // of a batch of units, in its chunk
@@ -261,8 +311,7 @@ extern "C" __global__ void __launch_bounds__(append_kv::THREADS, APPEND_CTAS_PER
                 __syncthreads();  // all requests are there
             }
 #if QUANTISE
-            inverses[0] = inverse_scale(p.k_scale, p.k_scale_device);
-            inverses[1] = inverse_scale(p.v_scale, p.v_scale_device);
+            scales.load(p);
 #endif
         }
         if (begin == 0) {
@@ -272,7 +321,7 @@ extern "C" __global__ void __launch_bounds__(append_kv::THREADS, APPEND_CTAS_PER
             if (lane < CHUNK) places[warp][lane] = place;
             __syncwarp();  // this chunk's places are there
         }
-        if (has_units) store(p, places[warp], units, base, batch, inverses);
+        if (has_units) store(p, places[warp], units, base, batch, scales);
         begin += BATCH_UNITS;
         if (begin >= units) {
             begin = 0;

@@ -109,11 +109,13 @@ def build_stub_release(folder: Path) -> tuple[Path, Path]:
         (sources / source).write_text(text)
     variants = [stub_variant(dtype, 128, rows) for dtype in ("bf16", "fp16", "e4m3") for rows in (8, 16)]
     variants += [stub_variant("bf16", 512, 8), stub_variant("bf16", 64, 64)]
-    for variant in COPYING_VARIANTS:
+    # A source for each struct.
+    copying = [replace(v, source=v.source.replace(".cu", f"_{v.struct}.cu")) for v in COPYING_VARIANTS]
+    for variant in copying:
         (sources / variant.source).parent.mkdir(exist_ok=True)
         text = SOURCE.replace("PagedDecodeTmaParams", variant.struct).replace("p.batch", "p.tokens")
         (sources / variant.source).write_text(re.sub(r"\*static_cast<int\*>.*", "__trap();", text))
-    variants += COPYING_VARIANTS
+    variants += copying
     variants += [replace(v, source="mla/sparse_stub.cu") for v in VARIANTS if v.operation == "sparse_mla_decode"]
     (sources / "mla/sparse_stub.cu").write_text(SPARSE_MLA_SOURCE)
     types = (("bf16", "bf16"), ("e4m3", "bf16"), ("e4m3", "e4m3"))

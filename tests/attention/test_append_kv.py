@@ -12,7 +12,7 @@ from copying_examples import append_call as call
 
 from cubin_runtime.attention import BackendError, ClampedInputError, Runtime, append_kv, plan_append_kv
 from cubin_runtime.errors import UsageError
-from cubin_runtime.kernels.native.append.params import APPEND_KV
+from cubin_runtime.kernels.native.append.params import APPEND_KV, APPEND_KV_QUANTISE
 from cubin_runtime.kernels.native.append.plan import reciprocal
 from cubin_runtime.launch.driver import DeviceFacts
 from cubin_runtime.testing import StandIn
@@ -22,7 +22,9 @@ LATENT = view("bfloat16", PAGES, PAGE, 576, at=0x7F0030000000)
 
 def sent(standin: StandIn) -> dict[str, Any]:
     """The parameters of the last launch."""
-    return APPEND_KV.unpack(bytes.fromhex(standin.calls("cuLaunchKernelEx")[-1].seen["parameter0"]))
+    seen = standin.calls("cuLaunchKernelEx")[-1].seen
+    layout = APPEND_KV if seen["symbol"] == "append_kv_copy" else APPEND_KV_QUANTISE
+    return layout.unpack(bytes.fromhex(seen["parameter0"]))
 
 
 def plan_of(runtime: Runtime, given: dict[str, Any], **options: Any) -> Any:
@@ -89,6 +91,26 @@ def test_scales_are_numbers_or_on_the_device(stub_runtime: Runtime, standin: Sta
     assert (seen["k_scale_device"], seen["k_scale"]) == (scale.pointer, 1.0)
     assert (seen["v_scale_device"], seen["v_scale"]) == (0, 0.25)
     assert standin.calls("cuLaunchKernelEx")[-1].seen["symbol"] == "append_kv_bf16_to_e4m3"
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "expected"),
+    [
+        ((1, 1), (1, 1), (0, 0)),
+        ((KV_HEADS,), (1,), (0, 1)),
+        ((KV_HEADS,), (0,), (0, 0)),
+        ((BATCH, KV_HEADS), (40, 2), (40, 2)),
+        ((BATCH, KV_HEADS), (0, 1), (0, 1)),
+    ],
+)
+def test_scales_differ_by_request_and_head_with_any_strides(
+    stub_runtime: Runtime, standin: StandIn, shape: tuple[int, ...], strides: tuple[int, ...], expected: tuple[int, int]
+) -> None:
+    scale = replace(view("float32", 1, at=0x7F0000006000), shape=shape, strides=strides)
+    append_kv(**quantised_call(v_scale=scale), runtime=stub_runtime)
+    seen = sent(standin)
+    assert (seen["v_scale_request_stride"], seen["v_scale_head_stride"]) == expected
+    assert (seen["v_scale_device"], seen["v_scale"], seen["k_scale_head_stride"]) == (scale.pointer, 1.0, 0)
 
 
 def test_a_run_takes_another_number_than_planned(stub_runtime: Runtime, standin: StandIn) -> None:
@@ -186,7 +208,12 @@ REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "scale on the device of a copy": (call(v_scale=view("float32", 1)), {}, "v_scale: given with bfloat16 keys"),
     "scale of 0": (quantised_call(), {"k_scale": 0.0}, r"k_scale=0\.0: expected a number other than 0"),
     "infinite scale": (quantised_call(), {"v_scale": float("inf")}, "v_scale=inf: expected a finite number"),
-    "two scales": (quantised_call(k_scale=view("float32", 2)), {}, r"k_scale: shape \(2,\), expected one element"),
+    "scales of other heads": (quantised_call(k_scale=view("float32", KV_HEADS + 1)), {}, "k_scale: shape .*, expected"),
+    "scales of other requests": (
+        quantised_call(v_scale=view("float32", BATCH + 1, KV_HEADS)),
+        {},
+        "v_scale: shape .*, expected",
+    ),
     "word for a switch": (call(), {"enable_pdl": 1}, "enable_pdl=1: expected True or False"),
     "other device": (call(value=replace(call()["value"], device=1)), {}, "value: on device 1, key is on device 0"),
     "address": (call(key=replace(call()["key"], pointer=8)), {}, "key: address 0x8, expected a multiple of 16"),

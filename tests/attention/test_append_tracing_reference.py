@@ -91,3 +91,18 @@ def test_quantised_by_a_number_and_by_a_scale_on_the_device() -> None:
     }
     check(found, expected({**given, **stored}, *token_positions(LENGTHS, BEGINS, TOKENS)))
     assert found[1].float().abs().max() == 448
+
+
+def test_quantised_by_scales_of_requests_and_heads() -> None:
+    given = tensors(TOKENS, cache_dtype=torch.float8_e4m3fn)
+    more = {"seq_lens": torch.tensor(LENGTHS).int(), "cum_seq_lens": torch.tensor(BEGINS).int()}
+    positions, requests = token_positions(LENGTHS, BEGINS, TOKENS)
+    kv_heads = given["key"].shape[-2]
+    by_head = torch.rand(kv_heads) + 0.5
+    by_request = torch.rand(len(LENGTHS), kv_heads) + 0.5
+    found = run({**given, **more, "k_scale": by_head, "v_scale": by_request})
+    stored = {
+        name: (given[name].float() * (1 / scale)).clamp(-448, 448).to(torch.float8_e4m3fn)
+        for name, scale in (("key", by_head[:, None]), ("value", by_request[requests][:, :, None]))
+    }
+    check(found, expected({**given, **stored}, positions, requests))

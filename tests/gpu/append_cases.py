@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from append_reference import append_kv_reference, token_positions
+from kv_scales import EXPANDED, FORMS, NUMBER, Scales, draw_kv_scales
 
+from cubin_runtime.attention.append_operator import SCALES
 from cubin_runtime.attention.values import bfloat16_bits, bfloat16_values, e4m3_bits
 
 UNTOUCHED = 0xA5
@@ -34,8 +36,8 @@ class AppendCase:
     by: str = "offsets"
     ragged_table: bool = False
     lengths_include_new: bool = True
-    scales: tuple[float, float] | None = None
-    scales_on_device: bool = False
+    scales: Scales | None = None
+    scale_form: str = ""
     padding: int = 0
     strided: bool = False
 
@@ -56,7 +58,7 @@ def random_case(rng: np.random.Generator) -> AppendCase:
     if not sum(new) + padding:
         new = (3, *new[1:])
     quantised = source != cache
-    return AppendCase(
+    case = AppendCase(
         new,
         tuple(int(n) for n in rng.integers(0, 90, batch)),
         source,
@@ -68,11 +70,13 @@ def random_case(rng: np.random.Generator) -> AppendCase:
         by=by,
         ragged_table=bool(rng.integers(2)),
         lengths_include_new=bool(rng.integers(2)),
-        scales=(0.37, 1.7) if quantised and rng.integers(2) else None,
-        scales_on_device=bool(rng.integers(2)),
         padding=padding,
         strided=bool(rng.integers(2)),
     )
+    if quantised and rng.integers(4):
+        form = str(rng.choice(FORMS))
+        case = replace(case, scale_form=form, scales=draw_kv_scales(form, batch, case.kv_heads, rng))
+    return case
 
 
 class AppendArrays:
@@ -136,7 +140,10 @@ class AppendArrays:
         if case.source == case.cache:
             return self.key, self.value
         wide = bfloat16_values if case.source == "bfloat16" else lambda b: b.view(np.float16).astype(np.float32)
-        inverses = [np.float32(1) / np.float32(scale) for scale in case.scales or (1.0, 1.0)]
+        every = (len(case.new), case.kv_heads)
+        scales = case.scales or (np.ones(1, np.float32),) * 2
+        # Tokens of no request are not stored.
+        inverses = [(np.float32(1) / np.broadcast_to(scale, every))[self.requests, :, None] for scale in scales]
         sources = zip((self.key, self.value), inverses, strict=True)
         with np.errstate(over="ignore"):
             parts = [e4m3_bits(wide(np.ascontiguousarray(x)) * inverse) for x, inverse in sources]
@@ -160,7 +167,7 @@ class AppendArrays:
     def arguments(self, place: Callable[[np.ndarray, str | None], Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Tensors and options of ``plan_append_kv`` by name; ``place`` gives the tensor of an array and its dtype."""
         case = self.case
-        key, value = self.key, self.value
+        key, value, every = self.key, self.value, (len(self.case.new), self.case.kv_heads)
         if case.by == "request":
             shape = (len(case.new), case.new[0])
             key, value = (
@@ -186,9 +193,10 @@ class AppendArrays:
             tensors["page_indptr"] = place(self.page_indptr, None)
         options: dict[str, Any] = {"lengths_include_new": case.lengths_include_new}
         options["kv_layout"] = "NHD" if case.layout == "columns" else case.layout
-        for name, scale in zip(("k_scale", "v_scale"), case.scales or (), strict=False):
-            if case.scales_on_device:
-                tensors[name] = place(np.array([scale], np.float32), None)
+        for name, scale in zip(SCALES, case.scales or (), strict=False):
+            if case.scale_form == NUMBER:
+                options[name] = float(scale)
             else:
-                options[name] = scale
+                shape = every if case.scale_form == EXPANDED else scale.shape
+                tensors[name] = place(np.broadcast_to(scale, shape), None)
         return tensors, options

@@ -210,7 +210,7 @@ def flash_attn_with_kvcache(
             head_dim]``.
         k, v: ``[batch, new tokens, kv_heads, head_dim]`` to write into the caches behind ``cache_seqlens``, by a launch
             of its own; ``[new tokens, kv_heads, head_dim]`` with ``cu_seqlens_k_new``. For an e4m3 cache, 16-bit ones
-            are divided by the descales (numbers or one element) and rounded. A token that its request's pages
+            are divided by the descales and rounded. A token that its request's pages
             have no room for is skipped.
         cache_seqlens: int32 ``[batch]``, or one number: keys in the cache, without the new ones. None: all of it.
         cache_batch_idx: int32 ``[batch]``, the request in the cache of each request, or the row of the block table,

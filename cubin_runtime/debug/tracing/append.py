@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...attention.plain_operator import PlainCall
 from ...dtypes import DTYPES
-from .decode import ONE
+from .decode import scale_axes
 from .references import run_of
 from .schema import Axis, Constant, Scalar, Tensor, TracedCall
 
@@ -35,7 +35,7 @@ def traced_append(call: PlainCall) -> TracedCall:
     ]
     present = {name: view for name in (*optional, *_SCALES) if (view := tensors.get(name)) is not None}
     inputs += [Tensor(name, present[name], axes) for name, axes in optional.items() if name in present]
-    inputs += [Tensor(name, present[name], ONE) for name in _SCALES if name in present]
+    inputs += [Tensor(name, present[name], scale_axes(present[name])) for name in _SCALES if name in present]
     numbers = {name: getattr(options, name) for name in _SCALES}
     inputs += [Scalar(name, number) for name, number in numbers.items() if number is not None]
     axes = {axis for part in inputs if isinstance(part, Tensor) for axis in part.axes}

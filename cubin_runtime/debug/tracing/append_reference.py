@@ -31,7 +31,9 @@ def append(  # type: ignore[no-untyped-def]
             first = length - (end - begin) if lengths_include_new else length
             at += [(token, first + token - begin, request) for token in range(begin, min(end, count))]
     new_k, new_v = k_cache.clone(), v_cache.clone()
-    pages, page_size = k_cache.shape[:2]
+    pages, page_size, kv_heads = k_cache.shape[:3]
+    batch = max([1, *(request + 1 for _, _, request in at)])
+    scales = [torch.as_tensor(1.0 if s is None else s).float().expand(batch, kv_heads) for s in (k_scale, v_scale)]
     rows = None if page_indptr is None else page_indptr.tolist()
     for token, position, request in at:
         if position < 0 or request < 0:
@@ -40,9 +42,9 @@ def append(  # type: ignore[no-untyped-def]
         column, slot = divmod(position, page_size)
         if column >= len(own) or not 0 <= int(own[column]) < pages:
             continue
-        for cache, source, scale in ((new_k, key, k_scale), (new_v, value, v_scale)):
+        for cache, source, scale in ((new_k, key, scales[0]), (new_v, value, scales[1])):
             row = source[token]
             if row.dtype != cache.dtype:
-                row = (row.float() * (1 / torch.as_tensor(1.0 if scale is None else scale).float())).clamp(-448, 448)
+                row = (row.float() * (1 / scale[request, :, None].to(row.device))).clamp(-448, 448)
             cache[int(own[column]), slot] = row.to(cache.dtype)
     return new_k, new_v

@@ -97,10 +97,11 @@ def option_tensors(tensors: CallTensors, mask: tuple[Axis, ...], sinks: tuple[Ax
 def kv_scales(call: DecodeCall) -> list[Tensor]:
     """The scales of keys and values that are tensors, in the form that they came in."""
     found = [(name, call.tensors.get(name)) for name in KV_SCALES]
-    return [Tensor(name, view, _scale_axes(view), "a factor more of a KV head") for name, view in found if view]
+    return [Tensor(name, view, scale_axes(view), "a factor more of a KV head") for name, view in found if view]
 
 
-def _scale_axes(scale: TensorView) -> tuple[Axis, ...]:
+def scale_axes(scale: TensorView) -> tuple[Axis, ...]:
+    """The axes of a scale of keys or values, by request and KV head."""
     heads = (Constant("kv_heads"),)
     if scale.shape == (1,):
         return ONE

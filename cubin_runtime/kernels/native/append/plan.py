@@ -31,7 +31,7 @@ class AppendProblem:
     """A KV append. ``k_units`` and ``v_units`` are the 16-byte units of a row in the caches.
 
     ``new_tokens`` are those of each request where all have as many; ``columns`` the page ids of a request or, in a
-    ragged table, of all.
+    ragged table, of all. The scales' strides are elements between requests and between KV heads.
     """
 
     batch: int
@@ -49,6 +49,8 @@ class AppendProblem:
     v_strides: AppendStrides
     k_scale: float
     v_scale: float
+    k_scale_strides: tuple[int, int] = (0, 0)
+    v_scale_strides: tuple[int, int] = (0, 0)
     programmatic_serialization: bool = False
 
     @property
@@ -88,6 +90,15 @@ class AppendProblem:
             "v_scale": self.v_scale,
         }
 
+    def scale_strides(self) -> dict[str, object]:
+        """The fields that the struct of a kernel which quantises has besides."""
+        sides = (("k", self.k_scale_strides), ("v", self.v_scale_strides))
+        return {
+            f"{name}_scale_{of}_stride": stride
+            for name, strides in sides
+            for of, stride in zip(("request", "head"), strides, strict=True)
+        }
+
 
 def reciprocal(divisor: int) -> int:
     """The factor with which the kernel divides numbers below 2^32 / ``divisor``; that is at least 2."""
@@ -114,7 +125,8 @@ def append_launch(
 
     A run's values are the tensors' addresses by name, that of the status word, and ``NUMBERS``.
     """
-    loads = 2 if selection.kernel.traits["quantise"] else 1  # of a unit
+    quantises = bool(selection.kernel.traits["quantise"])
+    loads = 2 if quantises else 1  # of a unit
     batch_units = CONSTANTS.append_threads * CONSTANTS.append_loads // loads
     chunk = chunk_tokens(problem.tokens, problem.token_units, batch_units, selection.ctas)
     selection = replace(selection, ctas=min(selection.ctas, -(-problem.tokens // chunk)))
@@ -123,7 +135,7 @@ def append_launch(
         file,
         grid=selection.grid(problem),
         attributes=LaunchAttributes(programmatic_serialization=problem.programmatic_serialization),
-        values={**problem.values(), "chunk_tokens": chunk},
+        values={**problem.values(), **(problem.scale_strides() if quantises else {}), "chunk_tokens": chunk},
         caches={},
         regions=(STATUS,),
         why=selection,
