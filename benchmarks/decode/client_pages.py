@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +18,8 @@ OUTCOMES = {
     "skipped": "skipped by the tests",
     "not run": "not run in time",
 }
+# Outcomes of FlashAttention-3's tests.
+FLASH_ATTN_OUTCOMES = ("passed", "passed in part", "refused", "failed", "skipped")
 
 
 LAYOUTS = {"gqa": "64 query over 8 KV heads of 128", "mla": "MLA, 128 heads"}
@@ -33,6 +37,47 @@ def flashinfer(report: Report) -> str:
         f"{total['refused']:,} were refused, {total['failed']:,} failed.{untouched} The tests skip "
         f"{total['skipped']:,} themselves{late}."
     )
+
+
+def flash_attn(report: Report) -> str:
+    """What FlashAttention-3's own tests say: outcomes by function, and what was refused."""
+    total = report["total"]
+    heads = ("test", *FLASH_ATTN_OUTCOMES)
+    rows = [
+        (f"`{name}`", *(f"{counts.get(outcome, 0):,}" for outcome in FLASH_ATTN_OUTCOMES))
+        for name, counts in report["functions"].items()
+    ]
+    refused = Counter[str]()
+    for of in ("refused", "passed in part"):
+        for reason, count in report["reasons"][of].items():
+            refused[_argument_of(reason)] += count
+    reasons = [(f"{count:,}", f"`{name}`") for name, count in refused.most_common()]
+    return "\n\n".join(
+        (
+            f"On an {report['environment']['gpu']['name']}, {report['jobs']} processes ran {report['ran']:,} of "
+            f"{report['sample']:,} sampled tests of commit `{report['tests'][:12]}` in {report['seconds']:.0f} "
+            f"seconds: {total.get('passed', 0):,} passed, {total.get('passed in part', 0):,} passed until a part that "
+            f"we refuse, {total.get('refused', 0):,} were refused at once, {total.get('failed', 0):,} failed; "
+            f"{total['with 16-bit queries for e4m3']:,} have e4m3 keys and values. The tests skip "
+            f"{total.get('skipped', 0):,}. "
+            "Data: [`flash_attn_tests.json`](../benchmarks/results/flash_attn_tests.json).",
+            table(heads, rows),
+            "What was refused, by the argument that the error names:",
+            table(("tests", "argument"), reasons),
+        )
+    )
+
+
+def _argument_of(reason: str) -> str:
+    """The argument that an error begins with, and what of it."""
+    name = re.split(r"[=:]", reason)[0]
+    words = {
+        "q": "q: head dimension",
+        "v": "v: other head dimension than k",
+        "k_cache": "k_cache: page size",
+        "k": "k: number of keys",
+    }
+    return words.get(name, name)
 
 
 def transformers(report: Report) -> str:

@@ -150,6 +150,7 @@ PAGES: Mapping[str, Callable[[Path], str]] = MappingProxyType(
         "context_parallel": _divided,
         "several_gpus": _several,
         "flashinfer": lambda results: client_pages.flashinfer(report_of(results / "flashinfer_tests.json")),
+        "flash_attn": lambda results: client_pages.flash_attn(report_of(results / "flash_attn_tests.json")),
         "transformers": _transformers,
         "results/fetching": lambda results: fetch_page.figures(report_of(results / "fetch.json")),
         "speculative": _earlier(operator_pages.draft_tokens, "drafts"),

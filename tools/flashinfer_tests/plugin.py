@@ -42,6 +42,7 @@ OTHER_BACKENDS = ("cute-dsl", "trtllm-native")
 CONTEXT = ("trtllm_batch_context_with_kv_cache", "trtllm_ragged_attention_deepseek")
 DECODE = ("trtllm_batch_decode_with_kv_cache", "trtllm_batch_decode_with_kv_cache_mla")
 NO_MEMORY = "out of memory"
+NO_MEMORY_OF_LIBRARIES = "CUBLAS_STATUS_ALLOC_FAILED"
 # It decodes twice, and then expects errors about counters of trtllm-gen kernels, which native kernels do without.
 EXPECTS_COUNTERS = "::test_trtllm_batch_decode_mla_preallocated_out[1-1]"
 KEPT_BYTES = 4 << 30  # what a process keeps allocated for its next test
@@ -260,7 +261,7 @@ def outcome_of(error: BaseException | None) -> tuple[str, str]:
         return "passed", "up to a wrapper around the peer's own kernels"
     if isinstance(error, NeedsCompiledKernel):
         return "skipped", "needs compiled kernels of FlashInfer"
-    if any(NO_MEMORY in str(one) for one in chain_of(error)):
+    if any(words in str(one) for one in chain_of(error) for words in (NO_MEMORY, NO_MEMORY_OF_LIBRARIES)):
         return "skipped", NO_MEMORY
     # An error that a test expects in other words ends as pytest's, with ours as its context.
     refusal = next((one for one in chain_of(error) if isinstance(one, (UsageError, BackendError))), None)

@@ -1,0 +1,161 @@
+"""FlashAttention-3's own forward tests on our names: a seeded sample, several processes, one JSON.
+
+    python tools/flash_attn_tests/run.py stage REPOSITORY STAGED [--commit HEAD] [--site FOLDER]
+    python tools/flash_attn_tests/run.py run STAGED --out OUT [--sample 2000] [--seed 0] [--jobs 8] [--seconds 120]
+
+``REPOSITORY`` is a clone of flash-attention, with or without a work tree; ``--site`` a folder with einops, where the
+machine with the GPU lacks it. Nothing of it belongs into this repository. ``OUT/flash_attn_tests.json`` says for each
+test function how many passed, failed or were refused, why, and which failed. The exit status is 1 if a test failed or
+fewer than ``--at-least`` ran. ``--collect`` lists the sample, ``--only TEXT`` is pytest's ``-k``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+FLASHINFER = HERE.parent / "flashinfer_tests"
+TEST = "test_flash_attn.py"
+FILES = {
+    f"hopper/{TEST}": TEST,
+    "hopper/test_util.py": "test_util.py",
+    "hopper/padding.py": "padding.py",
+    "flash_attn/layers/rotary.py": "flash_attn/layers/rotary.py",
+    "flash_attn/ops/triton/rotary.py": "flash_attn/ops/triton/rotary.py",
+}
+PACKAGES = ("flash_attn", "flash_attn/layers", "flash_attn/ops", "flash_attn/ops/triton")
+RAN = ("passed", "passed in part", "failed", "refused")
+
+
+def main() -> int:
+    """Stage the tests, or run them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    staging = verbs.add_parser("stage")
+    staging.add_argument("repository", type=Path)
+    staging.add_argument("staged", type=Path)
+    staging.add_argument("--commit", default="HEAD")
+    staging.add_argument("--site", type=Path)
+    running = verbs.add_parser("run")
+    running.add_argument("staged", type=Path)
+    running.add_argument("--out", type=Path, required=True)
+    running.add_argument("--sample", type=int, default=2000)
+    running.add_argument("--at-least", type=int, default=1000)
+    running.add_argument("--seed", type=int, default=0)
+    running.add_argument("--jobs", type=int, default=6)
+    running.add_argument("--seconds", type=float, default=120)
+    running.add_argument("--only", default="")
+    running.add_argument("--collect", action="store_true")
+    given = parser.parse_args()
+    return stage(given) if given.verb == "stage" else run(given)
+
+
+def stage(given: argparse.Namespace) -> int:
+    """Pack the test files of a commit."""
+    sys.path.append(str(FLASHINFER))
+    from stage import add, git, without_caches
+
+    commit = git(given.repository, "rev-parse", given.commit).decode().strip()
+    with tarfile.open(given.staged, "w:xz") as archive:
+        add(archive, "staged.json", json.dumps({"tests": commit}).encode())
+        for path, to in FILES.items():
+            add(archive, to, git(given.repository, "show", f"{commit}:{path}"))
+        for package in PACKAGES:
+            add(archive, f"{package}/__init__.py", b"")
+        if given.site:
+            archive.add(given.site, ".", filter=without_caches)
+    return 0
+
+
+def run(given: argparse.Namespace) -> int:
+    """Run the tests and write the report."""
+    sys.path[:0] = [str(FLASHINFER), str(ROOT / "benchmarks")]  # whose modules have the names of ours
+    import run as flashinfer_run  # type: ignore[import-not-found]
+    from gpu_environment import gpu_environment
+
+    given.out.mkdir(parents=True, exist_ok=True)
+    began = time.time()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        with tarfile.open(fileobj=io.BytesIO(given.staged.read_bytes())) as opened:
+            opened.extractall(folder, filter="data")
+        statuses = processes(given, folder, began + given.seconds)
+        records = [record for path in folder.glob("records-*") for record in flashinfer_run.read(path)]
+        staged = json.loads((folder / "staged.json").read_text())
+    report: dict[str, Any] = {"environment": {} if given.collect else gpu_environment(), **staged}
+    report |= {"jobs": given.jobs, "seed": given.seed, "seconds": round(time.time() - began, 1), **summary(records)}
+    (given.out / "flash_attn_tests.json").write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps({name: value for name, value in report.items() if name != "failures"}, indent=1))
+    for failure in report["failures"][:20]:
+        print(f"FAILED {failure['test']}\n    {failure['reason'][:300]}")
+    if given.collect:
+        return int(any(statuses))
+    return int(bool(report["failures"]) or report["ran"] < given.at_least)
+
+
+def processes(given: argparse.Namespace, folder: Path, until: float) -> list[int]:
+    """Run the processes side by side; their exit statuses."""
+    started = []
+    for job in range(given.jobs):
+        settings = {"job": job, "jobs": given.jobs, "sample": given.sample, "seed": given.seed, "until": until}
+        settings["records"] = str(folder / f"records-{job}")
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "plugin", "-p", "no:cacheprovider", "--noconftest"]
+        command += ["-c", os.devnull, "--rootdir", ".", "--tb", "short", *(["-k", given.only] if given.only else [])]
+        command += ["--collect-only"] if given.collect else []
+        paths = [HERE, FLASHINFER, ROOT, folder, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "FLASH_ATTENTION_DISABLE_BACKWARD": "TRUE",
+            "FLASH_ATTN_TESTS": json.dumps(settings),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "PYTHONPATH": os.pathsep.join(str(path) for path in paths if str(path)),
+        }
+        log = (given.out / f"flash_attn_tests-{job}.log").open("w")
+        started.append(
+            subprocess.Popen([*command, TEST], cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        )
+    statuses = []
+    for process in started:
+        try:
+            statuses.append(process.wait(max(1.0, until + 20 - time.time())))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            statuses.append(process.wait())
+    return statuses
+
+
+def summary(records: list[dict[str, Any]]) -> dict[str, Any]:
+    """Counts by test function, why tests were refused or skipped, and the failures."""
+    from run import summary as by_file
+
+    for record in records:
+        if "test" in record:  # the function in the place of the file
+            record["test"] = record["test"].partition("::")[2].replace("[", "::[", 1)
+    result: dict[str, Any] = by_file(records)
+    result["functions"] = result.pop("files")
+    for counts in result["functions"].values():
+        counts["with 16-bit queries for e4m3"] = counts.pop("with the backend made auto")
+    result["total"]["with 16-bit queries for e4m3"] = result["total"].pop("with the backend made auto", 0)
+    parts = [record for record in records if record.get("outcome") == "passed in part"]
+    in_part = Counter(re.sub(r"\d+", "N", record["reason"])[:160] for record in parts)
+    result["reasons"]["passed in part"] = dict(in_part.most_common(40))
+    result["ran"] = sum(result["total"].get(outcome, 0) for outcome in RAN)
+    return result
+
+
+if __name__ == "__main__":
+    sys.exit(main())
