@@ -1,4 +1,5 @@
-"""Write the README's support matrix, its figures and those of the home page, and the GPUs of FlashInfer's functions.
+"""Write the README's support matrix, its figures and those of the home page, the GPUs of FlashInfer's functions, and
+what attention on Hopper takes.
 
 They come from the code and the JSON. ``make figures`` writes them; a test compares the pages with what that writes.
 """
@@ -56,7 +57,7 @@ def _native_rows(operator: str) -> list[Sequence[str]]:
     own = {kernel.sm for kernel in kernels}
     for sm in dict.fromkeys(kernel.sm for kernel in kernels if f"{kernel.sm}a" not in own):
         traits = [kernel.traits for kernel in kernels if kernel.sm == sm]
-        dtypes = {str(found) for trait in traits if (found := trait.get("dtype"))}
+        dtypes = {str(found) for trait in traits if (found := trait.get("kv_dtype", trait.get("dtype")))}
         widths = {width for trait in traits if (width := _width(trait))}
         state = next(kernel.status for kernel in kernels if kernel.sm == sm)
         by_sm[sm] = (tuple(d for d in _DTYPES if d in dtypes), tuple(sorted(widths, key=_number)), state)
@@ -75,6 +76,43 @@ def _native_rows(operator: str) -> list[Sequence[str]]:
         )
         for (dtypes, widths, state), sms in ordered
     ]
+
+
+def forms_matrix() -> str:
+    """The dtypes of queries and caches on SM90a, one row for head dimensions that have the same kernels."""
+    grouped: dict[tuple[str, ...], set[str]] = defaultdict(set)
+    for operator in ("paged_decode", "context_attention", "mla_decode"):
+        kernels = [v for v in VARIANTS if v.operation == OPERATIONS.get(operator, operator) and v.sm == "90a"]
+        alike = {_form(kernel.traits) for kernel in kernels if _has_segments(kernel.traits)}
+        for kernel in kernels:
+            width, queries, cache = _form(kernel.traits)
+            for q in queries.split(","):
+                same = any((width, one, cache) in alike for one in (q, queries))
+                bits = "the same" if same else "not promised" if operator != "mla_decode" else "no prompts"
+                grouped[f"`{operator}`", q, cache, bits, kernel.status].add(width)
+    rows = [
+        (operator, ", ".join(sorted(widths, key=_number)), *of)
+        for (operator, *of), widths in sorted(grouped.items(), key=lambda row: _order(row[0]))
+    ]
+    head = ("operator", "head_dim", "queries", "cache", "bits of prompts and decodes, `batch_invariant`", "state")
+    return _table(head, rows)
+
+
+def _form(traits: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Width, dtypes of queries and dtype of the cache."""
+    cache = str(traits.get("kv_dtype", traits["dtype"]))
+    width = str(traits.get("value_dim", "")) if traits.get("value_dim") != traits.get("head_dim") else ""
+    return _width(traits) + (width and f" / {width}"), str(traits.get("q_dtypes", traits["dtype"])), cache
+
+
+def _has_segments(traits: Mapping[str, Any]) -> bool:
+    return traits.get("segments") is True or traits.get("arithmetic") == "segments"
+
+
+def _order(row: Sequence[str]) -> tuple[object, ...]:
+    operator, q, cache, bits, _ = row
+    operators = ("`paged_decode`", "`context_attention`", "`mla_decode`")
+    return operators.index(operator), _DTYPES.index(cache), _DTYPES.index(q), bits != "the same"
 
 
 def _width(traits: Mapping[str, Any]) -> str:
@@ -210,6 +248,7 @@ PAGES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     "README.md": {"support": support_matrix, "figures": headlines},
     "docs/index.md": {"figures": lambda: headlines().replace("](docs/", "](")},
     "docs/flashinfer.md": {"backends": backend_matrix},
+    "docs/getting_started.md": {"forms": forms_matrix},
 }
 
 
