@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 
-from cubin_runtime.kernels.native.constants import CONSTANTS
+from cubin_runtime.kernels.native.constants import CONSTANTS, MERGE_TYPES
 from cubin_runtime.kernels.native.prefill.select import SEGMENT_HEAD_DIMS
 
 # Dynamic plus static shared memory that one block can opt in to, in bytes, by compute capability.
@@ -324,9 +324,6 @@ def _draft_mask(sm: str) -> Variant:
     )
 
 
-_MERGE_DTYPES = ("bf16", "fp16", "fp32")
-
-
 def _merge_states(sm: str, dtype: str) -> Variant:
     return Variant(
         source="merge/merge_states.cu",
@@ -335,7 +332,7 @@ def _merge_states(sm: str, dtype: str) -> Variant:
         operation="merge_states",
         struct="MergeStatesParams",
         traits={"dtype": dtype},
-        defines={"VALUES_TYPE": _MERGE_DTYPES.index(dtype), "LOAD_FUNCTION": LOAD_FUNCTION},
+        defines={"VALUES_TYPE": MERGE_TYPES[dtype], "LOAD_FUNCTION": LOAD_FUNCTION},
     )
 
 
@@ -523,6 +520,6 @@ VARIANTS: tuple[Variant, ...] = (
     *(_sparse_mla_decode(rows) for rows in _SPARSE_MLA_ROWS),
     *_prefill_variants(),
     *(_append_kv("90a", dtypes) for dtypes in _APPEND_DTYPES),
-    *(_merge_states("90a", dtype) for dtype in _MERGE_DTYPES),
+    *(_merge_states("90a", dtype) for dtype in MERGE_TYPES),
     *(_draft_mask(sm) for sm in ("90a", *_PORTABLE_SMS)),
 )

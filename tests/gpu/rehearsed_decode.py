@@ -26,7 +26,7 @@ from cubin_runtime.artifacts.path import ArtifactPath
 from cubin_runtime.artifacts.tables.native_kernels import NativeKernel
 from cubin_runtime.attention import Runtime, operator_plan
 from cubin_runtime.attention.runtime import NativeRelease, PlanRuntime
-from cubin_runtime.kernels.native.constants import TYPE_CODES
+from cubin_runtime.kernels.native.constants import ATTENTION_TYPES
 from cubin_runtime.kernels.native.layouts import LAYOUTS
 from cubin_runtime.launch.driver import Driver
 from cubin_runtime.launch.plan import LaunchPlan
@@ -36,7 +36,7 @@ from cubin_runtime.launch.tensormap import TensorMapSpec
 from cubin_runtime.testing import GraphDriver
 from kernels_src.variants import VARIANTS, Variant
 
-TYPES = {code: name for name, code in TYPE_CODES.items()}
+TYPES = {code: name for name, code in ATTENTION_TYPES.items()}
 STRUCTS = {False: "PagedDecodeCopyParams", True: "PagedDecodeCopyE4m3Params"}  # by whether caches are e4m3
 ARITHMETIC = "rehearsed arithmetic"
 # Whether results show which kernel's arithmetic they are of, and without fixed splits the batch, as a device's do.

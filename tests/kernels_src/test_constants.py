@@ -9,7 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from cubin_runtime.kernels.native.constants import CONSTANTS, TYPE_CODES, StatusBit, cpp_header, cpp_names
+from cubin_runtime.kernels.native.constants import (
+    ATTENTION_TYPES,
+    CONSTANTS,
+    MERGE_TYPES,
+    StatusBit,
+    cpp_header,
+    cpp_names,
+)
 from kernels_src.build import SOURCES
 
 TEXTS = {path.relative_to(SOURCES): path.read_text() for path in sorted(SOURCES.rglob("*.cu*"))}
@@ -25,16 +32,22 @@ def test_the_header_compiles_to_the_numbers_of_the_table(tmp_path: Path) -> None
 
 def test_every_number_is_in_the_header_under_the_name_of_its_declaration() -> None:
     names = cpp_names()
-    assert names["TYPE_E4M3"] == TYPE_CODES["e4m3"] == 2
+    assert names["TYPE_E4M3"] == ATTENTION_TYPES["e4m3"] == 2
     assert names["STATUS_QUERIES"] == StatusBit.QUERIES == 8
     assert names["DECODE_SPLIT_TOKENS"] == CONSTANTS.decode_split_tokens
+
+
+def test_the_merge_kernel_has_the_codes_of_its_struct() -> None:
+    declared = re.search(r"constexpr int (BF16.*);", TEXTS[Path("merge/merge_states.cu")])
+    assert declared is not None
+    assert declared[1] == ", ".join(f"{dtype.upper()} = {code}" for dtype, code in MERGE_TYPES.items())
 
 
 def test_a_number_cannot_be_changed() -> None:
     with pytest.raises(AttributeError):
         CONSTANTS.decode_split_tokens = 1
     with pytest.raises(TypeError):
-        TYPE_CODES["bf16"] = 1
+        ATTENTION_TYPES["bf16"] = 1
 
 
 @pytest.mark.parametrize("name", cpp_names())

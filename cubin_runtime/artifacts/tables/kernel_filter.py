@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Iterable, Sequence, Set
 from fnmatch import fnmatchcase
 
+from ...dtypes import DTYPES
 from ...errors import UsageError
 from ...values import dataclass
 from ..cubins.architecture import Architecture
@@ -20,11 +21,9 @@ _SM = re.compile(r"(?:sm_?)?([0-9]{2,3})[af]?", re.IGNORECASE)
 _CONTEXT_KERNEL = 0
 _PAGED_LAYOUT = 2
 _DTYPE_NAMES = {
-    "bfloat16": "bf16",
-    "float16": "fp16",
+    **{dtype.name: dtype.short for dtype in DTYPES.values()},
     "half": "fp16",
     "fp8": "e4m3",
-    "float8_e4m3fn": "e4m3",
     "fp4": "e2m1",
     "nvfp4": "e2m1",
 }

@@ -17,7 +17,7 @@ from math import isfinite, prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from ...dtypes import ITEM_BYTES
+from ...dtypes import DTYPES, ITEM_BYTES
 from ...errors import CorruptError, MissingError, StoreError
 from ...tensor import TensorView
 from .call import Option, RecordedCall, RecordedTensor
@@ -32,24 +32,7 @@ _PAGES = "page_ids"  # the tensor of the pages that are stored
 _MAX_HEADER_BYTES = 16 << 20
 _MAX_RANK = 8
 _MAX_NUMBER = 1 << 62
-# Our dtypes -> those of safetensors.
-_NAMES = {
-    "bfloat16": "BF16",
-    "float16": "F16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float32": "F32",
-    "float64": "F64",
-    "bool": "BOOL",
-    "int8": "I8",
-    "uint8": "U8",
-    "int16": "I16",
-    "uint16": "U16",
-    "int32": "I32",
-    "uint32": "U32",
-    "int64": "I64",
-    "uint64": "U64",
-}
-_DTYPES = {theirs: ours for ours, theirs in _NAMES.items()}
+_DTYPES = {dtype.stored: dtype.name for dtype in DTYPES.values()}
 
 
 def write_call(call: RecordedCall, file: Path) -> None:
@@ -146,7 +129,7 @@ def _parts(call: RecordedCall) -> tuple[list[bytes], bytes]:
     header: dict[str, Any] = {"__metadata__": metadata}
     begin = 0
     for name, (dtype, shape, piece) in stored.items():
-        header[name] = {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": [begin, begin + len(piece)]}
+        header[name] = {"dtype": DTYPES[dtype].stored, "shape": shape, "data_offsets": [begin, begin + len(piece)]}
         begin += len(piece)
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
@@ -212,7 +195,7 @@ def _tensor(
     shape, strides = _numbers(form.get("shape"), name), _numbers(form.get("strides"), name)
     (address,) = _numbers([form.get("address")], name)
     paged, output, word = form.get("paged"), form.get("output"), form.get("dtype")
-    if len(shape) != len(strides) or type(paged) is not bool or type(output) is not bool or word not in _NAMES:
+    if len(shape) != len(strides) or type(paged) is not bool or type(output) is not bool or word not in DTYPES:
         raise CorruptError(f"{name}: {form!r}, expected a tensor's dtype, shape and strides")
     wanted = [pages, *shape[1:]] if paged and shape else shape
     dtype, found, data = stored.get(name, (word, wanted, b""))

@@ -13,11 +13,11 @@ from ...values import dataclass
 HEADER = "KernelConstants.h"
 
 
-# Short names of dtypes -> their numbers in the struct fields q_type and out_type, and in out_type of merges.
-TYPE_CODES = MappingProxyType({d.short: d.type_code for d in DTYPES.values() if d.type_code is not None})
-MERGE_CODES = MappingProxyType({d.short: d.merge_code for d in DTYPES.values() if d.merge_code is not None})
-TYPE_CODES_TEXT = ", ".join(f"{code} {dtype}" for dtype, code in TYPE_CODES.items())
-MERGE_CODES_TEXT = ", ".join(f"{code} {dtype}" for dtype, code in MERGE_CODES.items())
+# Short names of dtypes -> their numbers in q_type and out_type of structs of attention, and in out_type of merges.
+ATTENTION_TYPES = MappingProxyType({d.short: d.attention_code for d in DTYPES.values() if d.attention_code is not None})
+MERGE_TYPES = MappingProxyType({d.short: d.merge_code for d in DTYPES.values() if d.merge_code is not None})
+ATTENTION_TYPES_TEXT = ", ".join(f"{code} {dtype}" for dtype, code in ATTENTION_TYPES.items())
+MERGE_TYPES_TEXT = ", ".join(f"{code} {dtype}" for dtype, code in MERGE_TYPES.items())
 
 
 class StatusBit(IntEnum):
@@ -92,7 +92,7 @@ CONSTANTS = KernelConstants()
 def cpp_names() -> dict[str, int]:
     """Every number by its name in C++."""
     return (
-        {f"TYPE_{dtype.upper()}": code for dtype, code in TYPE_CODES.items()}
+        {f"TYPE_{dtype.upper()}": code for dtype, code in ATTENTION_TYPES.items()}
         | {f"STATUS_{bit.name}": int(bit) for bit in StatusBit}
         | {item.name.upper(): getattr(CONSTANTS, item.name) for item in fields(CONSTANTS)}
     )

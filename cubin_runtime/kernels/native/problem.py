@@ -6,7 +6,7 @@ import math
 
 from ...launch.structs import Field
 from ...values import dataclass
-from .constants import TYPE_CODES
+from .constants import ATTENTION_TYPES
 from .context_parallel import Dealing
 
 LOG2_E = math.log2(math.e)
@@ -94,8 +94,8 @@ class Problem:
             "page_size_log2": page_size_log2(self.page_size),
             "num_pages": self.num_pages,
             "max_seq_len": self.max_seq_len,
-            "q_type": TYPE_CODES[self.q_dtype],
-            "out_type": TYPE_CODES[self.out_dtype],
+            "q_type": ATTENTION_TYPES[self.q_dtype],
+            "out_type": ATTENTION_TYPES[self.out_dtype],
             "softmax_scale_log2": self.softmax_scale * LOG2_E,
             "output_scale": self.output_scale,
         }

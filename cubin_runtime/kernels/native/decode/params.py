@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import MappingProxyType
 
 from ....launch.structs import Field, StructLayout
-from ..constants import STATUS_BITS_TEXT, TYPE_CODES_TEXT
+from ..constants import ATTENTION_TYPES_TEXT, STATUS_BITS_TEXT
 from ..context_parallel import DEALING_FIELDS, GLOBAL_LENS_FIELD
 from ..problem import KV_SCALE_FIELDS, SLACK_TILES_FIELD, VALUE_TABLE_FIELD
 
@@ -68,7 +68,7 @@ _COMMON = (
         "for windows, whether a query token's position goes by its index; 0: by how many query tokens it sees",
     ),
     *DEALING_FIELDS,
-    Field("q_type", "int32", TYPE_CODES_TEXT),
+    Field("q_type", "int32", ATTENTION_TYPES_TEXT),
     Field("out_type", "int32", "likewise"),
     Field("softmax_scale_log2", "float", "softmax scale times log2(e)"),
     Field("output_scale", "float", "multiplied with the output"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import MappingProxyType
 
 from ....launch.structs import Field, StructLayout
-from ..constants import MERGE_CODES_TEXT
+from ..constants import MERGE_TYPES_TEXT
 
 MERGE_STATES = StructLayout.declare(
     "MergeStatesParams",
@@ -37,7 +37,7 @@ MERGE_STATES = StructLayout.declare(
         Field("parts", "int32", "parts in v, at least 1"),
         Field("units", "int32", "units of 8 values in a row"),
         Field("lanes_log2", "int32", "log2 of the lanes that share a row; at most 5, divides units"),
-        Field("out_type", "int32", MERGE_CODES_TEXT),
+        Field("out_type", "int32", MERGE_TYPES_TEXT),
         Field("lse_to_log2", "float", "factor from the unit of all log-sum-exps to base 2"),
         Field("lse_from_log2", "float", "its inverse"),
     ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ....launch.plan import LaunchAttributes
 from ....values import dataclass
-from ..constants import MERGE_CODES
+from ..constants import MERGE_TYPES
 from ..launches import KernelFile, NativeLaunch, native_plan
 from ..problem import LOG2_E
 from .select import MergeSelection, MergeShape
@@ -42,7 +42,7 @@ class MergeProblem:
             "parts": self.parts,
             "units": self.shape.units,
             "lanes_log2": self.shape.lanes.bit_length() - 1,
-            "out_type": MERGE_CODES[self.out_dtype],
+            "out_type": MERGE_TYPES[self.out_dtype],
             "lse_to_log2": LOG2_E if self.lse_base_e else 1.0,
             "lse_from_log2": 1 / LOG2_E if self.lse_base_e else 1.0,
         }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import MappingProxyType
 
 from ....launch.structs import Field, StructLayout
-from ..constants import STATUS_BITS_TEXT, TYPE_CODES_TEXT
+from ..constants import ATTENTION_TYPES_TEXT, STATUS_BITS_TEXT
 from ..context_parallel import DEALING_FIELDS, GLOBAL_LENS_FIELD
 from ..problem import SLACK_TILES_FIELD
 
@@ -48,7 +48,7 @@ PAGED_MLA_DECODE = StructLayout.declare(
         Field("num_pages", "int32", "pages in the pool"),
         Field("max_seq_len", "int32", "bound on every length"),
         *DEALING_FIELDS,
-        Field("q_type", "int32", TYPE_CODES_TEXT),
+        Field("q_type", "int32", ATTENTION_TYPES_TEXT),
         Field("out_type", "int32", "likewise"),
         Field("softmax_scale_log2", "float", "softmax scale times log2(e)"),
         Field("output_scale", "float", "multiplied with the output"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import MappingProxyType
 
 from ....launch.structs import Field, StructLayout
-from ..constants import STATUS_BITS_TEXT, TYPE_CODES_TEXT
+from ..constants import ATTENTION_TYPES_TEXT, STATUS_BITS_TEXT
 from ..problem import SLACK_TILES_FIELD
 
 SPARSE_MLA_DECODE = StructLayout.declare(
@@ -43,7 +43,7 @@ SPARSE_MLA_DECODE = StructLayout.declare(
         Field("cta_group_size", "int32", "neighbouring CTAs that process as many row tiles of a token in step"),
         Field("splits", "int32", "0: stream-K; else the most splits of an output tile, by its own list's length"),
         SLACK_TILES_FIELD,
-        Field("out_type", "int32", TYPE_CODES_TEXT),
+        Field("out_type", "int32", ATTENTION_TYPES_TEXT),
         Field("lse_sink", "int32", "1: the log-sum-exp includes the sink"),
         Field("softmax_scale", "float", "factor of the scores"),
         Field("output_scale", "float", "multiplied with the output"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ....launch.plan import LaunchAttributes
 from ....launch.regions import Region
 from ....values import dataclass
-from ..constants import CONSTANTS, TYPE_CODES
+from ..constants import ATTENTION_TYPES, CONSTANTS
 from ..launches import KernelFile, NativeLaunch, native_plan, scratch_regions
 from ..problem import LOG2_E
 from .select import SparseMlaSelection, SparseMlaShape
@@ -54,7 +54,7 @@ class SparseMlaProblem:
             "width": self.shape.width,
             "rows": self.cache_rows,
             "page_size_log2": self.page_size_log2,
-            "out_type": TYPE_CODES[self.out_dtype],
+            "out_type": ATTENTION_TYPES[self.out_dtype],
             "lse_sink": int(self.lse_sink),
             "softmax_scale": self.softmax_scale,
             "output_scale": self.output_scale,
