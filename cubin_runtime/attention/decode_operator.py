@@ -25,6 +25,7 @@ from .decode_call import KV_SCALES, DecodeCall, DecodeOptions, check_query_bound
 from .described_tensors import describe_tensors
 from .fast_path import note_launch
 from .operator import CallTensors, Operator
+from .plan_cache import shared_bounds
 from .process import runtime_of
 from .runtime import NativeRelease, PlanRuntime, Runtime
 from .scales import split_scale
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 
 # The argument that a number of the launch is a multiple of.
 SCALES = {"softmax_scale_log2": "softmax_scale", "output_scale": "output_scale"}
-_SMALLEST_BOUND_LOG2 = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,14 +162,13 @@ def run_decode(
     if most is not None and named["max_q_len"] is None and given["q_cu_seq_lens"] is not None:
         named["max_q_len"] = _longest(rt, q, given["q_cu_seq_lens"], handle, most)
     bound = named["max_seq_len"]
-    kept = 1 << max(_SMALLEST_BOUND_LOG2, (bound - 1).bit_length())
+    shortest, kept = shared_bounds(bound)
     options = operator.options_type(**{**scales, **named})
     family = _family(plan_class, operator, rt, operator.read(given, options), options, is_torch(q), kept)
     plan = family.plan(family.tensors, options.max_q_len)
     family.tensors.check_addresses()
     numbers = plan.numbers(bound, *factors_of(scales))
     launched = family.launch(plan, family.tensors.addresses, numbers, workspace, q, handle)
-    shortest = 0 if kept == 1 << _SMALLEST_BOUND_LOG2 else kept // 2 + 1
     note_launch(launched._replace(bounds=(shortest, plan.options.max_seq_len), family=family))
     return given["out"]
 

@@ -21,6 +21,7 @@ from .fast_path.guards import form_guard, is_plain
 from .gqa import PAGED_DECODE, plan_paged_decode
 from .hook import installed
 from .paged_cache import has_decode_kernel, strides_of
+from .plan_cache import shared_bounds
 from .process import default, default_runtime
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 _MOST_FORMS = 4  # kinds of layers of a model
 _MOST_THREADS = 64
-_SMALLEST_BOUND_LOG2 = 10
+_SMALLEST_BOUND = 1024
 _ROWS = 256  # lengths, one after another, that are made on the device together
 _ALIGNED = 15  # bits of an address that are 0
 _VALUES = {name: number for number, name in enumerate(PAGED_DECODE.values)}
@@ -94,7 +95,7 @@ class GrowingForm:
         named = zip(("q", *_CACHES, "sinks"), tensors, strict=False)
         views: dict[str, Any] = {name: view_of(tensor, name) for name, tensor in named}
         self.options = options
-        self.bound = _bound_of(k.shape[1])
+        self.shortest, self.bound = shared_bounds(k.shape[1], _SMALLEST_BOUND)
         self._alike = alike
         self._device, self._query = views["q"].device, runtime.memory.stream_query()
         self._stream = self._query(self._device)
@@ -126,7 +127,7 @@ class GrowingForm:
 
     def takes(self, tensors: Sequence[Any]) -> bool:
         """Return whether a call with these tensors is one of them."""
-        near = self._alike(*tensors) and _bound_of(tensors[1].shape[1]) == self.bound
+        near = self._alike(*tensors) and self.shortest <= tensors[1].shape[1] <= self.bound
         return near and self._query(self._device) == self._stream
 
     def run(self, tensors: Sequence[Any]) -> Any:
@@ -205,10 +206,6 @@ def _guard_of(tensors: Sequence[Any]) -> Callable[..., bool] | None:
         sizes[cache][1] = None
         strides[cache] = [None] * 4
     return form_guard(tensors, sizes, strides)
-
-
-def _bound_of(length: int) -> int:
-    return 1 << max(_SMALLEST_BOUND_LOG2, (length - 1).bit_length())
 
 
 def _check(views: Mapping[str, TensorView], window_left: int) -> None:

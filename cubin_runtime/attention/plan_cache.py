@@ -1,4 +1,4 @@
-"""Plans that a runtime keeps for calls that make none themselves."""
+"""Plans that a runtime keeps for calls that make none themselves, and the lengths that share one."""
 
 from __future__ import annotations
 
@@ -6,6 +6,17 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any
+
+SMALLEST_BOUND = 64
+
+
+def shared_bounds(length: int, smallest: int = SMALLEST_BOUND) -> tuple[int, int]:
+    """The least and the largest bound on lengths that share a plan with ``length``; the largest is a power of two.
+
+    Lengths grow step by step, so that one plan serves many steps.
+    """
+    largest = max(smallest, 1 << (length - 1).bit_length())
+    return 0 if largest == smallest else largest // 2 + 1, largest
 
 
 class PlanCache:

@@ -11,8 +11,8 @@ from ...kernels.trtllm_gen.arithmetic import INT32_MAX
 from ...kernels.trtllm_gen.call import Call
 from ...kernels.trtllm_gen.calls import ContextCall, DecodeCall, RaggedCall
 from ...tensor import TensorView
+from ..plan_cache import shared_bounds
 
-SMALLEST_BOUND = 64
 CallT = TypeVar("CallT", bound=Call)
 _FORM_FIELDS: Mapping[type[Call], tuple[str, ...]] = {
     kind: tuple(member.name for member in fields(kind) if member.name != "max_kv")
@@ -21,21 +21,16 @@ _FORM_FIELDS: Mapping[type[Call], tuple[str, ...]] = {
 
 
 def bound_of(call: Call) -> int:
-    """The bound on the keys, rounded up to a power of two but not over the call's capacity.
-
-    Lengths grow step by step, so that one plan serves many steps.
-    """
+    """The bound on the keys, rounded up to a power of two but not over the call's capacity."""
     if not 1 <= call.max_kv <= INT32_MAX:
         return call.max_kv  # for the checks to refuse
-    bound = max(SMALLEST_BOUND, 1 << (call.max_kv - 1).bit_length())
-    return min(bound, INT32_MAX if call.capacity is None else call.capacity)
+    return min(shared_bounds(call.max_kv)[1], INT32_MAX if call.capacity is None else call.capacity)
 
 
 def bounds_of(call: Call) -> tuple[int, int]:
     """A range of bounds on the keys that ``bound_of`` rounds alike, the call's among them."""
-    rounded = max(SMALLEST_BOUND, 1 << (call.max_kv - 1).bit_length())
-    least = 1 if rounded == SMALLEST_BOUND else rounded // 2 + 1
-    return least, INT32_MAX if bound_of(call) < rounded else rounded
+    least, rounded = shared_bounds(call.max_kv)
+    return max(1, least), INT32_MAX if bound_of(call) < rounded else rounded
 
 
 def bounded(call: CallT) -> CallT:
