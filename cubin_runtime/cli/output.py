@@ -24,6 +24,8 @@ from .redaction import redacted
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from ..kernels.explanation import Facts, Table
+
 JSON_SCHEMA = 2
 _CODE_ORDER = (3, 5, 4, 6)
 # Cc control, Cf format (bidi overrides), Cs lone surrogates, Co private use, Zl/Zp line and paragraph breaks
@@ -338,3 +340,18 @@ def _stop_writing() -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)
+
+
+def explanation(choice: Facts, details: Sequence[Facts | Table]) -> None:
+    """Print the choice, and after it the details that were asked for."""
+    from ..kernels.explanation import Table
+
+    facts(choice)
+    for section in details:
+        line()
+        if isinstance(section, Table):
+            table(section.columns, section.rows)
+        else:
+            facts(section)
+    if not details:
+        note_line("--candidates lists what was compared, and details")

@@ -21,6 +21,7 @@ from ..kernels.trtllm_gen.errors import WorkspaceRefused
 from ..kernels.trtllm_gen.problem import Problem
 from ..kernels.trtllm_gen.select import Occupancy
 from ..tensor import TensorView
+from . import example_call
 
 if TYPE_CHECKING:
     from ..protocols import DTypeName
@@ -119,16 +120,11 @@ def occupancy_of(case: Mapping[str, Any]) -> Occupancy:
     Raises:
         CaseError: another word.
     """
-    model = case.get("max_active_clusters_model", "floor")
-    multiprocessors: int = case["scalars"]["sm_count"]
-    if model == "floor":
-        return lambda meta, cluster, grid: multiprocessors // cluster
-    if model == "gpc18":
-        return lambda meta, cluster, grid: 8 * (18 // cluster)
-    word, _, number = str(model).partition(":")
-    if word != "const" or not number.isdecimal():
-        raise CaseError(f"max_active_clusters_model={model!r}: expected floor, gpc18 or const:N")
-    return lambda meta, cluster, grid: int(number)
+    name = "max_active_clusters_model"
+    try:
+        return example_call.occupancy_of(name, case.get(name, "floor"), case["scalars"]["sm_count"])
+    except UsageError as error:
+        raise CaseError(str(error)) from error
 
 
 def _is_int(value: object) -> bool:

@@ -110,7 +110,9 @@ def test_json_has_the_keys_of_a_record(capsys: pytest.CaptureFixture[str], argum
 def test_a_case_in_a_file_is_explained(
     capsys: pytest.CaptureFixture[str], arguments: list[str], tmp_path: Path
 ) -> None:
-    from cubin_runtime.cli.example_case import Shapes, case_of
+    from example_cases import case_of
+
+    from cubin_runtime.cli.example_call import Shapes
 
     file = tmp_path / "case.json"
     file.write_text(json.dumps({"case": case_of(Shapes(batch=300))}))
@@ -119,7 +121,9 @@ def test_a_case_in_a_file_is_explained(
 
 @pytest.fixture
 def cases(tmp_path: Path) -> Path:
-    from cubin_runtime.cli.example_case import Shapes, case_of
+    from example_cases import case_of
+
+    from cubin_runtime.cli.example_call import Shapes
 
     file = tmp_path / "cases.jsonl.gz"
     stated = [case_of(Shapes(batch=300)), case_of(Shapes(q_len=6, heads_kv=4))]

@@ -17,8 +17,7 @@ from variant_kernels import kernel_of
 
 from cubin_runtime.attention.explain import CallSizes, explain
 from cubin_runtime.cli import output
-from cubin_runtime.cli.example_case import Shapes, case_of
-from cubin_runtime.cli.recorded_decisions import decision_of_case
+from cubin_runtime.cli.example_call import Shapes, example_decision
 from cubin_runtime.kernels.explanation import Facts
 from cubin_runtime.kernels.native.device_models import describe_device
 from cubin_runtime.kernels.trtllm_gen import explanation
@@ -92,7 +91,7 @@ THEIRS = [
 @pytest.mark.parametrize("shapes", THEIRS, ids=str)
 def test_trtllm_gen(shapes: dict) -> None:
     try:
-        decision = decision_of_case(case_of(Shapes(**shapes)), recorded_kernels(), Policy.BEST)
+        decision = example_decision(Shapes(**shapes), recorded_kernels(), Policy.BEST)
     except KernelMissing:
         pytest.fail(f"the recorded kernels have none for {shapes}")
     shown = lines(explanation.choice(decision))

@@ -8,14 +8,15 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
+from example_cases import case_of
 from trtllm_examples import recorded_kernels
 
 from cubin_runtime import attention
 from cubin_runtime.attention.explain import CallSizes
-from cubin_runtime.cli.example_case import Shapes, case_of
+from cubin_runtime.cli import explain_trtllm_gen
+from cubin_runtime.cli.example_call import Shapes, example_call, example_decision
 from cubin_runtime.cli.explain import explain
 from cubin_runtime.cli.recorded_cases import call_of
-from cubin_runtime.cli.recorded_decisions import decision_of_case
 from cubin_runtime.compat import flashinfer
 from cubin_runtime.errors import UsageError
 from cubin_runtime.kernels.trtllm_gen.call import Call
@@ -106,19 +107,41 @@ def test_each_option_of_a_trtllm_gen_call_can_be_stated(kind: type[Call]) -> Non
         "causal": {"causal": False},
     }
     operation = {DecodeCall: "decode", ContextCall: "context", RaggedCall: "ragged"}[kind]
-    plain = call_of(case_of(Shapes(operation=operation)))
+    plain = example_call(Shapes(operation=operation))
     own = {field.name for field in fields(kind)} & changes.keys()
     alike = [
         name
         for name in own
-        if getattr(call_of(case_of(Shapes(operation=operation, **changes[name]))), name) == getattr(plain, name)
+        if getattr(example_call(Shapes(operation=operation, **changes[name])), name) == getattr(plain, name)
         and not (name == "cum_seq_lens_q" and operation != "decode")
     ]
     assert alike == []
 
 
+SPARSE_MLA = {"head_dim": 576, "head_dim_v": 512, "heads_q": 128, "heads_kv": 1, "top_k": 256, "page": 64}
+ALIKE: list[dict[str, Any]] = [
+    *({"operation": operation} for operation in ("decode", "context", "ragged")),
+    *({"operation": operation, "tokens": 5, "batch": 3, "q_len": 2} for operation in ("decode", "context", "ragged")),
+    {"lse": True, "window": 8, "pdl": True, "skip_softmax": 1.5, "causal": False, "operation": "context"},
+    {"dtype_kv": "e2m1", "dtype_q": "e4m3", "dtype_out": "e2m1", "shared_index": False},
+    {"head_dim": 576, "head_dim_v": 512, "heads_q": 128, "heads_kv": 1, "lse": True, "batch_invariant": True},
+    *({**SPARSE_MLA, "top_k_lens": lens, "batch": 2, "q_len": q_len} for lens in (False, True) for q_len in (1, 3)),
+]
+
+
+@pytest.mark.parametrize("shapes", ALIKE, ids=str)
+def test_the_call_of_shapes_is_that_of_the_recorded_case(shapes: dict[str, Any]) -> None:
+    stated = Shapes(**shapes)
+    assert example_call(stated) == call_of(case_of(stated))
+
+
+@pytest.mark.parametrize("function", [explain, explain_trtllm_gen.explain_call, explain_trtllm_gen.explain_case])
+def test_an_explanation_has_at_most_twenty_arguments(function: Callable[..., None]) -> None:
+    assert function.__code__.co_argcount + function.__code__.co_kwonlyargcount <= 20
+
+
 def symbol(**shapes: Any) -> str:
-    return decision_of_case(case_of(Shapes(**shapes)), recorded_kernels(), Policy.BEST).meta.symbol
+    return example_decision(Shapes(**shapes), recorded_kernels(), Policy.BEST).meta.symbol
 
 
 MLA = {"heads_q": 128, "heads_kv": 1, "head_dim": 576, "head_dim_v": 512}
@@ -139,15 +162,15 @@ def test_sparse_keys_of_differing_number_need_a_kernel_of_their_own() -> None:
 
 def test_what_the_operators_refuse_is_not_explained() -> None:
     with pytest.raises(UsageError, match="batch_invariant with skip_softmax_threshold_scale_factor"):
-        case_of(Shapes(batch_invariant=True, skip_softmax=1.0))
+        example_call(Shapes(batch_invariant=True, skip_softmax=1.0))
 
 
 def test_the_reference_launcher_has_no_batch_invariance() -> None:
     with pytest.raises(PlanRefused, match="batch_invariant with policy='reference'"):
-        decision_of_case(case_of(Shapes(batch_invariant=True)), recorded_kernels(), Policy.REFERENCE)
+        example_decision(Shapes(batch_invariant=True), recorded_kernels(), Policy.REFERENCE)
 
 
 @pytest.mark.parametrize("tokens", [0, 5])
 def test_tokens_beyond_the_bounds_are_refused(tokens: int) -> None:
     with pytest.raises(UsageError, match=f"tokens={tokens}: expected 1 to batch x q_len, 4"):
-        case_of(Shapes(batch=2, q_len=2, tokens=tokens))
+        example_call(Shapes(batch=2, q_len=2, tokens=tokens))

@@ -6,9 +6,10 @@ import lzma
 from pathlib import Path
 
 import pytest
+from example_cases import case_of
 from trtllm_examples import recorded_kernels
 
-from cubin_runtime.cli.example_case import Shapes, case_of
+from cubin_runtime.cli.example_call import Shapes
 from cubin_runtime.cli.recorded_cases import MAX_LINE_BYTES, CaseError, case_in, occupancy_of, problem_of, read_lines
 from cubin_runtime.cli.recorded_decisions import MARKERS, decide_lines, record_of_case
 from cubin_runtime.errors import MissingError, UsageError

@@ -8,9 +8,7 @@ import pytest
 
 from cubin_runtime.attention import Runtime
 from cubin_runtime.attention import trtllm_gen as operators
-from cubin_runtime.cli.example_case import Shapes, case_of
-from cubin_runtime.cli.recorded_cases import call_of
-from cubin_runtime.cli.recorded_decisions import decision_of_case
+from cubin_runtime.cli.example_call import Shapes, example_call, example_decision
 from cubin_runtime.kernels.trtllm_gen.traits import Policy
 
 MLA = {"heads_q": 128, "heads_kv": 1, "head_dim": 576, "head_dim_v": 512}
@@ -31,9 +29,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 def test_a_plan_launches_what_is_explained(runtime: Runtime, capability: tuple[int, int], name: str) -> None:
     facts = runtime.driver.device(0)
     sm = {"sm": 10 * capability[0] + capability[1], "multiprocessors": facts.multiprocessors}
-    case = case_of(Shapes(**sm, occupancy="const:0", **SHAPES[name]))
-    plan = operators.plan(call_of(case), runtime=runtime)
-    told = decision_of_case(case, runtime.trtllm_gen_release().finder, Policy.BEST)
+    shapes = Shapes(**sm, occupancy="const:0", **SHAPES[name])
+    plan = operators.plan(example_call(shapes), runtime=runtime)
+    told = example_decision(shapes, runtime.trtllm_gen_release().finder, Policy.BEST)
     assert (told.meta.symbol, told.grid, told.attributes) == (
         plan.kernel,
         plan.decision.grid,

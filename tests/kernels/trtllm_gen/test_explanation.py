@@ -1,8 +1,9 @@
 from __future__ import annotations
 
+from example_cases import case_of
 from trtllm_examples import recorded_kernels
 
-from cubin_runtime.cli.example_case import Shapes, case_of
+from cubin_runtime.cli.example_call import Shapes
 from cubin_runtime.cli.recorded_cases import occupancy_of, problem_of
 from cubin_runtime.kernels.trtllm_gen import explanation
 from cubin_runtime.kernels.trtllm_gen.decision import decide

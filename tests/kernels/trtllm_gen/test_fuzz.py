@@ -8,12 +8,13 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+from example_cases import case_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from trtllm_examples import PROBLEM, ROW, finder, named, recorded_cases, recorded_kernels
 
 from cubin_runtime.artifacts.tables.metadata import KernelMeta
-from cubin_runtime.cli.example_case import DTYPES, Shapes, case_of
+from cubin_runtime.cli.example_call import DTYPES, Shapes
 from cubin_runtime.cli.recorded_decisions import record_of_case
 from cubin_runtime.errors import CubinRuntimeError, UsageError
 from cubin_runtime.kernels.trtllm_gen.arithmetic import INT32_MAX

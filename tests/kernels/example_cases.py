@@ -1,4 +1,4 @@
-"""An example case from shapes alone: contiguous tensors at invented addresses."""
+"""Cases of records from shapes alone, as the file of cases has them."""
 
 from __future__ import annotations
 
@@ -6,79 +6,22 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
-from ..attention.trtllm_gen.checks import check_call
-from ..errors import UsageError
-from ..kernels.trtllm_gen.arithmetic import ceil_div
-from ..kernels.trtllm_gen.traits import TENSOR_DTYPES
-from ..values import dataclass
-from .recorded_cases import call_of
+from cubin_runtime.cli.example_call import ADDRESS_STEP, DTYPES, FIRST_ADDRESS, Shapes, example_call
+from cubin_runtime.kernels.trtllm_gen.arithmetic import ceil_div
 
 APIS: Mapping[str, str] = {
     "decode": "trtllm_paged_attention_decode",
     "context": "trtllm_paged_attention_context",
     "ragged": "trtllm_ragged_attention",
 }
-DTYPES: Mapping[str, str] = {ours: tensor for tensor, ours in TENSOR_DTYPES.items()}
-FIRST_ADDRESS = 0x7F00_0000_0000
-ADDRESS_STEP = 1 << 36
-DEFAULT_WORKSPACE = 128 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Shapes:
-    """The shapes and options of a call; dtypes in the metadata's words, lengths in tokens.
-
-    ``operation`` is decode, context or ragged. Decode with head dimensions 576/512 or 320/256 is MLA, whose V lies in
-    K's pages. ``window`` is the number of visible tokens, 0 for all. ``tokens``, the query tokens of all requests, is
-    given where query lengths differ. ``top_k_lens``: the keys of sparse MLA differ from query to query.
-    ``shared_index``: one page table serves K and V. ``occupancy`` names a model of how many clusters the GPU holds:
-    ``floor``, ``gpc18`` or ``const:N``.
-    """
-
-    operation: str = "decode"
-    sm: int = 100
-    multiprocessors: int = 148
-    batch: int = 1
-    q_len: int = 1
-    kv_len: int = 1024
-    heads_q: int = 32
-    heads_kv: int = 8
-    head_dim: int = 128
-    head_dim_v: int | None = None
-    dtype_q: str = "bf16"
-    dtype_kv: str = "bf16"
-    dtype_out: str = "bf16"
-    page: int = 32
-    window: int = 0
-    tokens: int | None = None
-    batch_invariant: bool = False
-    top_k: int = 0
-    top_k_lens: bool = False
-    shared_index: bool = True
-    causal: bool = True
-    lse: bool = False
-    pdl: bool = False
-    skip_softmax: float = 0.0
-    workspace: int = DEFAULT_WORKSPACE
-    occupancy: str = "floor"
 
 
 def case_of(shapes: Shapes) -> dict[str, Any]:
-    """The case of a record for these shapes.
-
-    Raises:
-        UsageError: an unknown operation or dtype, a size below 1, or a call that the operators refuse.
-    """
-    if shapes.operation not in APIS:
-        raise UsageError(f"operation={shapes.operation!r}: expected one of {', '.join(APIS)}")
-    for name in ("batch", "q_len", "kv_len", "heads_q", "heads_kv", "head_dim", "page", "multiprocessors"):
-        if getattr(shapes, name) < 1:
-            raise UsageError(f"{name}={getattr(shapes, name)}: expected 1 or more")
-    if shapes.tokens is not None and not 1 <= shapes.tokens <= shapes.batch * shapes.q_len:
-        raise UsageError(f"tokens={shapes.tokens}: expected 1 to batch x q_len, {shapes.batch * shapes.q_len}")
+    """The case of a record for these shapes, which is that of ``example_call``; errors as there."""
+    example_call(shapes)
     tensors = _Tensors()
     _add_tensors(shapes, tensors)
-    case = {
+    return {
         "api": APIS[shapes.operation],
         "sm": shapes.sm,
         "stream": "0x0",
@@ -104,8 +47,6 @@ def case_of(shapes: Shapes) -> dict[str, Any]:
         },
         "tensors": tensors.stated,
     }
-    check_call(call_of(case))
-    return case
 
 
 class _Tensors:
@@ -128,7 +69,7 @@ class _Tensors:
 def _add_tensors(shapes: Shapes, tensors: _Tensors) -> None:
     tokens = shapes.batch * shapes.q_len if shapes.tokens is None else shapes.tokens
     dim_v = shapes.head_dim_v or shapes.head_dim
-    dtypes = [_tensor_dtype(word) for word in (shapes.dtype_q, shapes.dtype_kv, shapes.dtype_out)]
+    dtypes = [DTYPES[word] for word in (shapes.dtype_q, shapes.dtype_kv, shapes.dtype_out)]
     tensors.add("query", dtypes[0], (tokens, shapes.heads_q, shapes.head_dim))
     tensors.add("out", dtypes[2], (tokens, shapes.heads_q, dim_v))
     if shapes.operation == "ragged":
@@ -162,9 +103,3 @@ def _add_tensors(shapes: Shapes, tensors: _Tensors) -> None:
     if shapes.lse:
         tensors.add("lse", "float32", (tokens, shapes.heads_q))
     tensors.add("workspace_buffer", "uint8", (shapes.workspace,))
-
-
-def _tensor_dtype(word: str) -> str:
-    if word not in DTYPES:
-        raise UsageError(f"dtype {word!r}: expected one of {', '.join(DTYPES)}")
-    return DTYPES[word]
