@@ -36,6 +36,7 @@ SHAPES = (
     ("chunk of 1024 over 65536", (1024,), (65536,), 8),
     ("4 prompts of 2048", (2048,) * 4, (2048,) * 4, 8),
     ("8 chunks of 512 over 8192, a KV head per head", (512,) * 8, (8192,) * 8, 32),
+    ("32 chunks of 8 over 16384, a KV head per head", (8,) * 32, (16384,) * 32, 32),
 )
 
 

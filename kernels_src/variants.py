@@ -447,17 +447,18 @@ _PREFILL_SHAPES = {
     192: (128, 2, 128, 2, 2, 8, 8),
     256: (256, 2, 64, 2, 2, 4, 2),
 }
-# Of e4m3 keys and values, whose producers need registers: consumer warpgroups, and the same steps, by head_dim and
-# segments.
+# Of e4m3 keys and values, whose producers need registers: consumer warpgroups; and by head_dim, dtype of queries and
+# segments the producer warpgroups and the same steps.
 _PREFILL_E4M3_WARPGROUPS = 2
-_PREFILL_E4M3_REGISTER_STEPS = {
-    (64, False): (4, 4),
-    (64, True): (4, 4),
-    (128, False): (6, 5),
-    (128, True): (5, 4),
-    (192, False): (6, 5),
-    (256, False): (3, 2),
-}
+
+
+def _prefill_e4m3(head_dim: int, dtype: str, segments: bool) -> tuple[int, int, int]:
+    # Two are faster where there is room for tiles of e4m3 and the conversion is long (context_e4m3.json).
+    if head_dim == 256:
+        return 2, 0, 0
+    if head_dim == 128 and dtype == "bf16" and not segments:
+        return 2, 4, 3
+    return 1, *{64: (4, 4), 128: (5, 4) if segments else (6, 5), 192: (6, 5)}[head_dim]
 
 
 def _context_attention(
@@ -467,8 +468,10 @@ def _context_attention(
     value_dim, warpgroups, tile, k_stages, v_stages, *register_steps = _PREFILL_SHAPES[head_dim]
     if segments and soft_cap:
         warpgroups = 2  # three have not enough registers for both
+    producers = 1
     if e4m3:
-        warpgroups, register_steps = _PREFILL_E4M3_WARPGROUPS, [*_PREFILL_E4M3_REGISTER_STEPS[head_dim, segments]]
+        warpgroups = _PREFILL_E4M3_WARPGROUPS
+        producers, *register_steps = _prefill_e4m3(head_dim, dtype, segments)
     return Variant(
         source="prefill/context_attention.cu",
         symbol=f"context_attention_{dtype}{'_over_e4m3' if e4m3 else ''}_d{head_dim}{options}",
@@ -499,6 +502,7 @@ def _context_attention(
             "SEGMENTS": int(segments),
             "QUERY_REGISTER_STEPS": register_steps[soft_cap],
             "L2_POLICY": L2_POLICIES["context_attention"],
+            **({"PRODUCER_WARPGROUPS": producers} if producers > 1 else {}),
         },
     )
 

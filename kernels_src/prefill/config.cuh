@@ -23,20 +23,28 @@ constexpr int WARPGROUP_ROWS = 64;
 constexpr int ROWS = WARPGROUP_ROWS * WARPGROUPS;
 constexpr int CONSUMERS = WARPGROUP * WARPGROUPS;
 constexpr int CONSUMER_WARPS = CONSUMERS / 32;
-constexpr int THREADS = CONSUMERS + WARPGROUP;  // setmaxnreg moves registers between whole warpgroups
+// e4m3: one producer warpgroup converts keys and values in place, in turn; or two convert one of them each, from a buffer
+// of its own.
+#ifndef PRODUCER_WARPGROUPS
+#define PRODUCER_WARPGROUPS 1
+#endif
+constexpr bool CONVERTS_APART = PRODUCER_WARPGROUPS == 2;
+constexpr int PRODUCERS = WARPGROUP * PRODUCER_WARPGROUPS;
+constexpr int THREADS = CONSUMERS + PRODUCERS;  // setmaxnreg moves registers between whole warpgroups
 constexpr int LAUNCH_REGISTERS = 65536 / THREADS / 8 * 8;  // of a thread, before setmaxnreg moves some
 #if KV_E4M3
-constexpr int FILLING_WARPS = WARPGROUP / 32;  // all producer warps convert
-constexpr int OTHER_PRODUCERS = FILLING_WARPS - 1;
-constexpr int CONSUMER_REGISTERS = 216;
-constexpr int PRODUCER_REGISTERS = 72;
+constexpr int FILLING_WARPS = WARPGROUP / 32;  // all warps of a producer warpgroup convert
+constexpr int OTHER_PRODUCERS = PRODUCERS / 32 - 1;
+constexpr int CONSUMER_REGISTERS = CONVERTS_APART ? 208 : 216;
+constexpr int PRODUCER_REGISTERS = CONVERTS_APART ? 48 : 72;
 #else
 constexpr int FILLING_WARPS = 1;  // that load K, and that load V: they arrive at the barrier of a full stage
 constexpr int OTHER_PRODUCERS = 1;  // beside the warp that finds work tiles
 constexpr int CONSUMER_REGISTERS = WARPGROUPS == 2 ? 232 : 160;
 constexpr int PRODUCER_REGISTERS = WARPGROUPS == 2 ? 40 : 32;
 #endif
-static_assert(WARPGROUPS * CONSUMER_REGISTERS + PRODUCER_REGISTERS <= (WARPGROUPS + 1) * LAUNCH_REGISTERS,
+static_assert(WARPGROUPS * CONSUMER_REGISTERS + PRODUCER_WARPGROUPS * PRODUCER_REGISTERS <=
+                  THREADS / WARPGROUP * LAUNCH_REGISTERS,
               "setmaxnreg would wait for ever");
 
 constexpr int SPAN_COLUMNS = 64;  // columns of a TMA box: 128 bytes, which are swizzled
@@ -58,6 +66,7 @@ constexpr bool FOLDS_IN_SHARED = SEGMENTS && VALUE_DIM == 64;
 constexpr int FOLDED_WARP_BYTES = SEGMENTS ? 16 * VALUE_DIM * 4 + (FOLDS_IN_SHARED ? 2 * 32 * 16 : 0) : 0;
 static_assert(!SEGMENTS || TILE_TOKENS == SEGMENT_TILE_TOKENS, "decode has the same tiles");
 static_assert(!SEGMENTS || STAGED_COLUMNS == VALUE_DIM, "they are staged whole");
+static_assert(!CONVERTS_APART || (KV_E4M3 && !SEGMENTS), "rows of the output are not staged");
 static_assert(TILE_TOKENS == 128 || TILE_TOKENS == 64, "the products' shapes");
 
 // Named barriers; 0 is that of __syncthreads.
@@ -82,12 +91,19 @@ struct SharedStorage {
     alignas(1024) uint8_t q[WARPGROUPS][K_SPANS][Q_SPAN_BYTES];
     alignas(1024) uint8_t k[K_STAGES][K_SPANS][KV_SPAN_BYTES];
     alignas(1024) uint8_t v[V_STAGES][V_SPANS][KV_SPAN_BYTES];
-    alignas(128) uint8_t out[CONSUMER_WARPS][SEGMENTS ? FOLDED_WARP_BYTES : 16 * STAGED_COLUMNS * 2];
+#if PRODUCER_WARPGROUPS == 2
+    alignas(1024) uint8_t raw_k[K_SPANS * KV_SPAN_BYTES / 2], raw_v[V_SPANS * KV_SPAN_BYTES / 2];  // e4m3
+#endif
+    alignas(128) uint8_t out[CONVERTS_APART ? 1 : CONSUMER_WARPS]
+                            [SEGMENTS ? FOLDED_WARP_BYTES : CONVERTS_APART ? 1 : 16 * STAGED_COLUMNS * 2];
     WorkTile work[2];
     uint64_t q_full, q_empty;
     uint64_t k_full[K_STAGES], k_empty[K_STAGES], v_full[V_STAGES], v_empty[V_STAGES];
 #if KV_E4M3
     uint64_t k_loaded[K_STAGES], v_loaded[V_STAGES];  // e4m3 is there, to be converted
+#if PRODUCER_WARPGROUPS == 2
+    uint64_t k_read, v_read;  // it has been converted
+#endif
 #endif
 };
 

@@ -18,7 +18,8 @@
 // Build: -DHEAD_DIM=n -DVALUE_DIM=n -DMMA_FP16=0|1 -DTILE_TOKENS=64|128 -DWARPGROUPS=n -DK_STAGES=n -DV_STAGES=n
 //        -DSOFT_CAP=0|1 -DSEGMENTS=0|1 -DQUERY_REGISTER_STEPS=n of the HEAD_DIM / 16
 //        -DL2_POLICY=word (an L2Policy) -DKERNEL_NAME=symbol
-//        -DKV_E4M3=0|1 of keys and values, which have the type of queries otherwise; 1 with WARPGROUPS=2
+//        -DKV_E4M3=0|1 of keys and values, which have the type of queries otherwise; 1 with WARPGROUPS=2 and
+//        -DPRODUCER_WARPGROUPS=1|2 (default: 1)
 #include "epilogue.cuh"
 #include "conversion.cuh"
 
@@ -236,6 +237,10 @@ extern "C" __global__ void __launch_bounds__(context_attention::THREADS, 1)
         for (int i = 0; i < K_STAGES; ++i) mbarrier_init(shared_address(&shared.k_loaded[i]), 1);
         for (int i = 0; i < V_STAGES; ++i) mbarrier_init(shared_address(&shared.v_loaded[i]), 1);
 #endif
+#if PRODUCER_WARPGROUPS == 2
+        mbarrier_init(shared_address(&shared.k_read), FILLING_WARPS);
+        mbarrier_init(shared_address(&shared.v_read), FILLING_WARPS);
+#endif
         fence_mbarrier_init();
         prefetch_tensor_map(&p.q_map);
         prefetch_tensor_map(&p.k_map);
@@ -244,13 +249,35 @@ extern "C" __global__ void __launch_bounds__(context_attention::THREADS, 1)
     wait_for_previous_grid();
     __syncthreads();
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);
+#if PRODUCER_WARPGROUPS == 2
+    if (warpgroup >= WARPGROUPS) {
+        setmaxnreg_dec<PRODUCER_REGISTERS>();
+        const int warp = __shfl_sync(~0u, threadIdx.x % WARPGROUP / 32, 0);
+        if (warpgroup == WARPGROUPS) {
+            if (warp == 0)
+                convert_keys<true>(p, shared, false);
+            else
+                convert_keys<false>(p, shared, warp == 1);
+        } else {
+            if (warp == 2) allow_next_grid();
+            if (warp == 3 && blockIdx.x == 0) report_clamped(p, threadIdx.x % 32, 32);
+            if (warp == 0)
+                convert_values<true>(p, shared);
+            else
+                convert_values<false>(p, shared);
+        }
+        return;
+    }
+#endif
     if (warpgroup == WARPGROUPS) {
         setmaxnreg_dec<PRODUCER_REGISTERS>();
         const int warp = __shfl_sync(~0u, threadIdx.x % WARPGROUP / 32, 0);
 #if KV_E4M3
         if (warp == 2) allow_next_grid();
         if (warp == 3 && blockIdx.x == 0) report_clamped(p, threadIdx.x % 32, 32);
+#if PRODUCER_WARPGROUPS == 1
         load_and_convert(p, shared, warp);
+#endif
 #else
         if (warp == 0) {
             load_keys(p, shared);

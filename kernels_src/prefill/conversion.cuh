@@ -1,4 +1,6 @@
-// The producer warps of e4m3 caches: all four convert keys and values to the type of q, two of them load as well.
+// The producer warps of e4m3 caches: all convert keys and values to the type of q, two of them load as well.
+//
+// One warpgroup:
 //
 //   warp 0: work tiles, queries, keys --> TMA --> second halves of K stages -->\
 //   warp 1: values                    --> TMA --> second halves of V stages --> all warps: whole stages, 16 bits
@@ -6,6 +8,14 @@
 // In a step, K of tile j and V of tile j - 1 are converted, which consumers need together. Then the next tiles are
 // loaded, as far as consumers have released stages: what they wait for has been converted, so that no warp waits for
 // itself.
+//
+// Two warpgroups, one for K and one for V, each with a buffer for one tile of e4m3, from which it converts:
+//
+//   warp 0: TMA --> buffer --> all four warps: stages, 16 bits
+//   warp 1 of the first: work tiles, queries
+//
+// The loop that converts has few instructions: it takes turns with the consumers' long straight code, and instructions
+// that every pass fetches anew were what it waited for most.
 #pragma once
 #include "producer.cuh"
 
@@ -60,6 +70,7 @@ DEVICE void convert_stage(uint32_t stage, int low, int high) {
     fence_async_proxy();  // before products, and before TMA writes to the stage again
 }
 
+#if PRODUCER_WARPGROUPS == 1
 template <int STAGES>
 DEVICE void convert_keys(SharedStorage& shared, PipelineState<STAGES>& state) {
     wait_barrier(shared.k_loaded[state.index], state.phase);
@@ -79,6 +90,8 @@ DEVICE void convert_values(SharedStorage& shared, PipelineState<STAGES>& state, 
     release(shared.v_full[state.index]);
     state.advance();
 }
+
+#endif
 
 DEVICE float scale_at(const void* scales, int64_t element) {
     return scales == nullptr ? 1.f : static_cast<const float*>(scales)[element];
@@ -108,6 +121,7 @@ DEVICE void publish(const Params& p, SharedStorage& shared, Schedule& schedule, 
     __syncwarp();
 }
 
+#if PRODUCER_WARPGROUPS == 1
 // A producer warp.
 DEVICE void load_and_convert(const Params& p, SharedStorage& shared, int warp) {
     const uint64_t policy = l2_policy<L2Policy::L2_POLICY>();
@@ -161,6 +175,123 @@ DEVICE void load_and_convert(const Params& p, SharedStorage& shared, int warp) {
     }
     if (warp == 0 && threadIdx.x % 32 == 0) leave(p);
 }
+
+#else
+// Converts a tile of COLUMNS from boxes with rows of BOX_BYTES to a stage; lanes and CLEAR are as in convert_stage.
+template <int COLUMNS, int BOX_BYTES, bool CLEAR>
+DEVICE void convert_tile(uint32_t stage, uint32_t raw_tile, int low, int high) {
+    constexpr int ROUNDS = TILE_TOKENS / 32, UNITS = COLUMNS / SPAN_COLUMNS * ROUNDS;
+    constexpr int AT_ONCE = HEAD_DIM == 128 ? 4 : 2;
+    static_assert(BOX_BYTES == 128 && UNITS % AT_ONCE == 0, "two spans lie in a box");
+    const int lane = threadIdx.x % 32, unit = lane % 4;
+    int token = threadIdx.x % WARPGROUP / 32 * 8 + (lane / 8 ^ lane / 4 % 2 * 5);
+    uint32_t from = raw_tile + token * BOX_BYTES + (unit ^ token % 8) * 16;
+    uint32_t to = stage + token * ROW_BYTES + (unit * 2 ^ token % 8) * 16;
+    uint4 raw = load_shared_uint4(from);
+#pragma unroll AT_ONCE
+    for (int i = 1; i <= UNITS; ++i) {
+        uint4 own = raw;
+        if (CLEAR && (token < low || token >= high)) own = make_uint4(0, 0, 0, 0);
+        if (i < UNITS) {
+            token += 32;
+            from += 32 * BOX_BYTES;
+            if (i % ROUNDS == 0) {  // the next span, which is the other half of the box or in the next one
+                token -= TILE_TOKENS;
+                from = (from - TILE_TOKENS * BOX_BYTES) ^ 64;
+                if (i % (2 * ROUNDS) == 0) from += TILE_TOKENS * BOX_BYTES;
+            }
+            raw = load_shared_uint4(from);
+        }
+        uint4 converted[2];
+        convert_unit(own, converted);
+        store_shared_uint4(to, converted[0]);
+        store_shared_uint4(to ^ 16, converted[1]);
+        to += 32 * ROW_BYTES;  // spans follow each other
+    }
+    fence_async_proxy();  // before products
+}
+
+// A warp's part of the pipeline of keys or of values: converts the tiles of a work tile; a warp that LOADS has loaded
+// them before. `convert` gets a stage, the buffer and the tile's number.
+template <bool LOADS, int COLUMNS, int STAGES, class Loader, class Convert>
+DEVICE void load_and_convert(const Params& p, const WorkTile& work, Loader& loader, uint8_t* stages, uint64_t* full,
+                             uint64_t* empty, PipelineState<1>& loaded, PipelineState<STAGES>& state, uint64_t policy,
+                             Convert convert) {
+    loader.pages.loaded = -2;
+#pragma unroll 1
+    for (int tile = work.first; tile < work.last; ++tile) {
+        if constexpr (LOADS) loader.load(p, work, work.head / p.group, tile, policy);
+        wait_barrier(empty[state.index], state.phase ^ 1);
+        wait_barrier(*loader.full, loaded.phase);
+        convert(shared_address(stages + state.index * COLUMNS * TILE_TOKENS * 2), shared_address(loader.stages), tile);
+        release(full[state.index]);
+        if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(loader.empty));
+        loaded.advance();
+        state.advance();
+    }
+}
+
+// A warp of the producer warpgroup of keys; one of them `finds` work tiles.
+template <bool LOADS>
+DEVICE void convert_keys(const Params& p, SharedStorage& shared, bool finds) {
+    const uint64_t policy = l2_policy<L2Policy::L2_POLICY>();
+    KeyLoader k{&p.k_map, 0, shared.raw_k, shared.k_loaded, &shared.k_read};
+    PipelineState<1> loaded;
+    PipelineState<K_STAGES> state;
+    Schedule schedule(p);
+    int number = blockIdx.x;
+    for (uint32_t phase = 0;; phase ^= 1) {
+        if (!LOADS && finds) {
+            publish(p, shared, schedule, number, phase, policy);
+        } else {
+            wait_barrier(shared.q_full, phase);
+            release(shared.q_empty);
+        }
+        // Read again where it is needed, for want of registers: no warp publishes the work tile after the next before
+        // all have begun the next one.
+        const WorkTile& work = shared.work[phase];
+        if (work.request < 0) break;
+        // Taken late, so that no work tile waits here while another CTA has none.
+        const auto take_number = [&] {
+            if (!LOADS && finds && threadIdx.x % 32 == 0)
+                number = atomic_add_relaxed(static_cast<uint32_t*>(p.counters), 1) + gridDim.x;
+        };
+        if (work.first == work.last) take_number();
+        load_and_convert<LOADS, HEAD_DIM>(
+            p, work, k, shared.k[0][0], shared.k_full, shared.k_empty, loaded, state, policy,
+            [&](uint32_t stage, uint32_t raw, int tile) {
+                if (tile == max(work.first, work.last - K_STAGES)) take_number();
+                convert_tile<HEAD_DIM, K_BOX_BYTES, false>(stage, raw, 0, 0);
+            });
+        if (!LOADS && finds) number = __shfl_sync(~0u, number, 0);
+    }
+    if (!LOADS && finds && threadIdx.x % 32 == 0) leave(p);
+}
+
+// A warp of the producer warpgroup of values.
+template <bool LOADS>
+DEVICE void convert_values(const Params& p, SharedStorage& shared) {
+    const uint64_t policy = l2_policy<L2Policy::L2_POLICY>();
+    ValueLoader v{&p.v_map, p.v_table_offset, shared.raw_v, shared.v_loaded, &shared.v_read};
+    PipelineState<1> loaded;
+    PipelineState<V_STAGES> state;
+    for (uint32_t phase = 0;; phase ^= 1) {
+        wait_barrier(shared.q_full, phase);
+        release(shared.q_empty);
+        const WorkTile& work = shared.work[phase];
+        if (work.request < 0) break;
+        load_and_convert<LOADS, VALUE_DIM>(
+            p, work, v, shared.v[0][0], shared.v_full, shared.v_empty, loaded, state, policy,
+            [&](uint32_t stage, uint32_t raw, int tile) {
+                const int low = first_key(p, work) - tile * TILE_TOKENS, high = work.kv_len - tile * TILE_TOKENS;
+                if (low <= 0 && high >= TILE_TOKENS)
+                    convert_tile<VALUE_DIM, V_BOX_BYTES, false>(stage, raw, low, high);
+                else
+                    convert_tile<VALUE_DIM, V_BOX_BYTES, true>(stage, raw, low, high);
+            });
+    }
+}
+#endif
 
 }  // namespace context_attention
 #endif

@@ -127,6 +127,45 @@ DEVICE void finish_rows(const Params& p, const WorkTile& work, int row, float sc
         out[i] = SEGMENTS ? segments::normalised(out[i], factor[i / 2 % 2]) : out[i] * factor[i / 2 % 2];
 }
 
+#if PRODUCER_WARPGROUPS == 2
+// Transposes 4 x 4 registers over the four lanes of a row: register i of lane j becomes register j of lane i.
+DEVICE void transpose_over_quad(uint32_t (&r)[4]) {
+    const bool odd = threadIdx.x % 2, high = threadIdx.x / 2 % 2;
+#pragma unroll
+    for (int i = 0; i < 4; i += 2) {
+        const uint32_t other = __shfl_xor_sync(~0u, odd ? r[i] : r[i + 1], 1);
+        (odd ? r[i] : r[i + 1]) = other;
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const uint32_t other = __shfl_xor_sync(~0u, high ? r[i] : r[i + 2], 2);
+        (high ? r[i] : r[i + 2]) = other;
+    }
+}
+
+// Writes the warp's 16 rows in pieces of 16 bytes. `row` is the warp's first.
+DEVICE void store_rows(const Params& p, SharedStorage&, const WorkTile& work, int row, const Output& out) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const RowAddress at(p, work, row + lane / 4 + 8 * half);
+        const bool exists = at.token < work.q_len;
+        uint16_t* base = static_cast<uint16_t*>(p.out) + (work.q_begin + at.token) * p.out_token_stride +
+                         at.head * p.out_head_stride + lane % 4 * 8;
+#pragma unroll
+        for (int column = 0; column < VALUE_DIM; column += 32) {
+            uint32_t r[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int cell = column / 2 + 4 * i + 2 * half;
+                r[i] = MMA_FP16 ? pack_fp16(out[cell], out[cell + 1]) : pack_bf16(out[cell], out[cell + 1]);
+            }
+            transpose_over_quad(r);
+            if (exists) *reinterpret_cast<uint4*>(base + column) = make_uint4(r[0], r[1], r[2], r[3]);
+        }
+    }
+}
+#else
 // Writes the warp's 16 rows through its part of shared memory, in pieces of 16 bytes. `row` is the warp's first.
 DEVICE void store_rows(const Params& p, SharedStorage& shared, const WorkTile& work, int row, const Output& out) {
     constexpr int PIECES = STAGED_COLUMNS / 8;
@@ -160,5 +199,6 @@ DEVICE void store_rows(const Params& p, SharedStorage& shared, const WorkTile& w
         }
     }
 }
+#endif
 
 }  // namespace context_attention

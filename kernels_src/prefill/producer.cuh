@@ -7,7 +7,7 @@ namespace context_attention {
 // The keys of a request that some row of it sees: no page in front of them is read, and V rows there are cleared.
 DEVICE int first_key(const Params& p, const WorkTile& work) { return first_visible(p, position_of(work, 0)); }
 
-#if KV_E4M3
+#if KV_E4M3 && PRODUCER_WARPGROUPS == 1
 // A warp has the loaders of both, but uses one: they have their place in common.
 template <class Part>
 using Place = Part&;
@@ -16,13 +16,14 @@ template <class Part>
 using Place = Part;
 #endif
 
-// Loads the tiles of one of K and V into its pipeline. COLUMNS are those of K or V, a row of a TMA box has BOX_BYTES.
+// Loads the tiles of one of K and V into its pipeline, or into a buffer of e4m3 that takes one. COLUMNS are those of K or
+// V, a row of a TMA box has BOX_BYTES.
 template <int STAGES, int COLUMNS, int BOX_BYTES>
 struct TileLoader {
     static constexpr int BOXES = COLUMNS * KV_BYTES / BOX_BYTES, BOX_COLUMNS = BOX_BYTES / KV_BYTES;
-    static constexpr int STAGE_BYTES = COLUMNS * TILE_TOKENS * 2;
+    static constexpr int STAGE_BYTES = COLUMNS * TILE_TOKENS * (CONVERTS_APART ? 1 : 2);
     // e4m3 comes to the second half of a stage, from which it is converted to the whole.
-    static constexpr int OFFSET = STAGE_BYTES - COLUMNS * TILE_TOKENS * KV_BYTES;
+    static constexpr int OFFSET = CONVERTS_APART ? 0 : STAGE_BYTES - COLUMNS * TILE_TOKENS * KV_BYTES;
 
     const void* map;
     int64_t table_offset;  // from the page ids of keys to its own
@@ -81,8 +82,8 @@ struct TileLoader {
     }
 };
 
-using KeyLoader = TileLoader<K_STAGES, HEAD_DIM, K_BOX_BYTES>;
-using ValueLoader = TileLoader<V_STAGES, VALUE_DIM, V_BOX_BYTES>;
+using KeyLoader = TileLoader<CONVERTS_APART ? 1 : K_STAGES, HEAD_DIM, K_BOX_BYTES>;
+using ValueLoader = TileLoader<CONVERTS_APART ? 1 : V_STAGES, VALUE_DIM, V_BOX_BYTES>;
 
 DEVICE void load_queries(const Params& p, SharedStorage& shared, const WorkTile& work, uint64_t policy) {
     const uint32_t barrier = shared_address(&shared.q_full);
