@@ -31,6 +31,8 @@ _CLUSTER_IDLE_SHARE = 32
 # Row tiles that read the same keys drift apart over so many of them if some of their CTAs have a multiprocessor for
 # themselves: then a part of the keys is read twice.
 _DRIFT_TOKENS = 4096
+# Then requests of so many keys have whole output tiles in any grid: of more, one among short ones would take too long.
+_DRIFT_SLACK_TOKENS = 2048
 # Shared memory that the driver keeps for itself in each resident block (CUDA programming guide).
 _RESERVED_SHARED_BYTES = 1024
 
@@ -180,7 +182,7 @@ def grids_of(tiling: Tiling, extent: Extent, shape: DecodeShape, device: DeviceF
                 even -= 1
             if fewest <= even < groups:
                 if resident > 1 and blocks % even == 0 and _drifts(tiling, shape, all_tiles, ctas):
-                    slack = max(slack, _DRIFT_TOKENS // tiling.tile_tokens)  # shorter requests have whole output tiles
+                    slack = max(slack, _DRIFT_SLACK_TOKENS // tiling.tile_tokens)
                 else:
                     grids.append(Grid(even * group_size, resident, group_size, row_tiles, all_tiles, 0, slack))
         grids.append(Grid(groups * group_size, resident, group_size, row_tiles, all_tiles, 0, slack))
