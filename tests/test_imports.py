@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -110,6 +111,15 @@ def run_python(code: str) -> str:
 def test_every_folder_is_a_room_with_a_floor() -> None:
     rooms = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
     assert rooms <= set(ROOM_FLOORS)
+
+
+def test_the_page_and_its_picture_have_the_rooms_from_top_to_bottom() -> None:
+    docs = PACKAGE.parent / "docs"
+    table = re.findall(r"^\| `(\w+)` \|", (docs / "architecture.md").read_text(), re.MULTILINE)
+    drawn = re.findall(r'font-weight="bold">(\w+)<', (docs / "architecture_layers.svg").read_text())
+    assert sorted(table) == sorted(drawn) == sorted(ROOM_FLOORS)
+    assert [ROOM_FLOORS[room] for room in table] == sorted(ROOM_FLOORS.values(), reverse=True)
+    assert [ROOM_FLOORS[room] for room in drawn] == sorted(ROOM_FLOORS.values(), reverse=True)
 
 
 @pytest.mark.parametrize("file", modules(), ids=lambda file: ".".join(module_name(file)))
