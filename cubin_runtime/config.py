@@ -182,8 +182,8 @@ def _default_store() -> Path:
 
 def _user_folder(variable: str, below_home: str) -> Path | None:
     """Our folder of the user's, by the XDG rules; never relative, as anybody may fill the current folder."""
-    given = os.environ.get(variable, "")
-    base = given if os.path.isabs(given) else os.path.join(os.path.expanduser("~"), below_home)
+    folder = os.environ.get(variable, "")
+    base = folder if os.path.isabs(folder) else os.path.join(os.path.expanduser("~"), below_home)
     return Path(base) / "cubin-runtime" if os.path.isabs(base) else None
 
 
@@ -209,8 +209,8 @@ def _number(env: Mapping[str, str], name: str, kind: Callable[[str], _Number], *
     if not value:
         return None
     with suppress(ValueError):
-        if above < (found := kind(value)) < math.inf:
-            return found
+        if above < (number := kind(value)) < math.inf:
+            return number
     raise UsageError(f"{name}={value!r}: expected {'a number' if kind is float else 'an integer'} above {above:g}")
 
 

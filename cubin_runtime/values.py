@@ -102,7 +102,7 @@ def _initializer(cls: Any, fields: tuple[dataclasses.Field[Any], ...]) -> Callab
     positional = [field.name for field in fields if not field.kw_only]
     defaults = {field.name: field.default for field in fields if field.default is not dataclasses.MISSING}
     factories = [(field.name, field.default_factory) for field in fields]
-    made = [(name, make) for name, make in factories if make is not dataclasses.MISSING]
+    factory_fields = [(name, make) for name, make in factories if make is not dataclasses.MISSING]
     setters = [(field.name, getattr(cls, field.name).__set__) for field in fields]
     known, most, check = {field.name for field in fields}, len(positional), getattr(cls, "__post_init__", None)
     countdown = iter(range(_MANY))
@@ -112,7 +112,7 @@ def _initializer(cls: Any, fields: tuple[dataclasses.Field[Any], ...]) -> Callab
         values = named
         if args or len(named) < len(known):
             values = {**defaults, **dict(zip(positional, args, strict=False)), **named}
-            for name, make in made:
+            for name, make in factory_fields:
                 if name not in values:
                     values[name] = make()
             many |= len(args) > most or not named.keys().isdisjoint(positional[: len(args)])
@@ -166,7 +166,7 @@ def _refuse(self: object, name: str, *_: object) -> None:
 
 def _restored(cls: type, values: tuple[Any, ...]) -> Any:
     """A copy of a value that was checked when it was made."""
-    made: Any = object.__new__(cls)
+    instance: Any = object.__new__(cls)
     for field, value in zip(dataclasses.fields(cls), values, strict=True):
-        object.__setattr__(made, field.name, value)
-    return made
+        object.__setattr__(instance, field.name, value)
+    return instance

@@ -157,9 +157,9 @@ def verify(
     """
     library = library or open_library()
     pin, name = _pin_of(library, target)
-    wanted = _filter(sm, family, dtype, head_dim, match)
-    whole = wanted.is_empty and name in (pin.name, pin.path.text)
-    paths = None if whole else chosen(library, pin, name, wanted)
+    kernel_filter = _filter(sm, family, dtype, head_dim, match)
+    whole = kernel_filter.is_empty and name in (pin.name, pin.path.text)
+    paths = None if whole else chosen(library, pin, name, kernel_filter)
     total = pin.files if paths is None else len(paths)
     place = None if tree is None else str(tree)
     report = library.verify(pin, paths, complete=complete, tree=place, progress=_counter(progress, total))

@@ -167,8 +167,8 @@ def make_folders(folder: Path) -> None:
     make_folders(folder.parent)
     with suppress(FileExistsError):
         os.mkdir(folder)
-        with _opened(folder.parent) as above, _opened(folder) as made:
-            give_to_owner(made, above)
+        with _opened(folder.parent) as above, _opened(folder) as new_folder:
+            give_to_owner(new_folder, above)
 
 
 @contextmanager

@@ -17,14 +17,14 @@ from ..errors import CorruptError, CubinRuntimeError, MissingError, PinError, St
 from ..values import dataclass
 from .audit_log import AuditLog
 from .fetch.loader import Artifact, ArtifactLoader, listed_digest
-from .fetch.pinned_manifests import PinnedManifests, manifest_wanted
+from .fetch.pinned_manifests import PinnedManifests, manifest_request
 from .manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest
 from .path import ArtifactPath
 from .pins.pin import Pin, read_manifest
 from .pins.pin_set import PinSet, refuse_trust_in_store
 from .sources.failover import FetchPolicy
 from .sources.http_pace import HttpLimits
-from .sources.source import NotHereError, Wanted, may_hold_secrets, parse_source
+from .sources.source import FileRequest, NotHereError, may_hold_secrets, parse_source
 from .sources.source_list import SourceList, hint, remedy
 from .store.leftovers import remove_temporaries
 from .store.store import Store
@@ -115,10 +115,10 @@ class Library:
             return tuple(manifest.digests)
         if path in manifest.digests:
             return (path,)
-        found = tuple(one for one in manifest.digests if one.is_below(path))
-        if not found:
+        paths = tuple(one for one in manifest.digests if one.is_below(path))
+        if not paths:
             raise PinError(f"{path.text!r} is not in the manifest of {pin.name!r}")
-        return found
+        return paths
 
     def has_folder(self, pin: Pin, path: str, *, network: bool = True) -> bool:
         """Return whether a path is a folder of the release; raises what ``manifest`` does."""
@@ -152,10 +152,10 @@ class Library:
         return artifact
 
     def _load(self, pin: Pin, path: ArtifactPath, fetch: bool) -> Artifact:
-        wanted = self._wanted(pin, self.manifest(pin, network=fetch), path)
-        found, reasons = self._loader.at_hand(pin, wanted)
-        if found is not None:
-            return found
+        request = self._request(pin, self.manifest(pin, network=fetch), path)
+        data, reasons = self._loader.at_hand(pin, request)
+        if data is not None:
+            return data
         if not fetch:
             if (
                 reason := next((one for one in reasons if isinstance(one, CorruptError | StoreError)), None)
@@ -163,7 +163,7 @@ class Library:
                 raise reason
             places = ", ".join([str(self.store.root), *(s.label for s in self._sources.local_sources(pin))])
             raise MissingError(f"{path} is not in {places}; {remedy(pin, path.text, self._sources.specs(pin))}")
-        return self._loader.over_network(pin, wanted)
+        return self._loader.over_network(pin, request)
 
     def where(self, path: ArtifactPath | str) -> tuple[Place, ...]:
         """Return where ``load`` would find an artifact; nothing is read.
@@ -174,8 +174,8 @@ class Library:
         """
         path = ArtifactPath(path) if isinstance(path, str) else path
         pin = self.pins.covering(path)
-        wanted = self._wanted(pin, self.manifest(pin, network=False), path)
-        digest = listed_digest(wanted)
+        request = self._request(pin, self.manifest(pin, network=False), path)
+        digest = listed_digest(request)
         places: list[Place] = []
         if self._loader.in_store(digest):
             places.append(Place(path, digest, "store", str(self.store.object_path(digest))))
@@ -214,19 +214,19 @@ class Library:
         began = time.monotonic()
         manifest = self.manifest(pin)
         chosen = tuple(manifest.digests) if paths is None else tuple(dict.fromkeys(paths))
-        wanted = [self._wanted(pin, manifest, path) for path in chosen]
+        requests = [self._request(pin, manifest, path) for path in chosen]
         if not dry_run and not self.store.has(pin.manifest_sha256):
             # before looking at what is there: whoever collects garbage looks at manifests after moving things aside
             self.store.check_writable()
             self.store.put(pin.manifest_sha256, self._manifests.bytes_of(pin))
-        there = self.store.present(listed_digest(one) for one in wanted)
-        missing = [one for one in wanted if one.sha256 not in there]
+        there = self.store.present(listed_digest(one) for one in requests)
+        missing = [one for one in requests if one.sha256 not in there]
         about = pin.estimate(len(missing))
         outcomes: list[Outcome] = []
         if progress is not None:
-            progress(len(wanted) - len(missing))
+            progress(len(requests) - len(missing))
         if dry_run and missing:
-            self._sources.read(self._sources.specs(pin), manifest_wanted(pin))  # or a fetch would fail
+            self._sources.read(self._sources.specs(pin), manifest_request(pin))  # or a fetch would fail
         if not dry_run and missing:
             self.store.check_writable()
             self.store.check_room(about, len(missing))
@@ -244,7 +244,7 @@ class Library:
             beat = None if progress is None else partial(progress, 0)
             outcomes = self._loader.into_store(pin, missing, jobs, note, beat)
             self.store.sync()
-        return report_of(pin, wanted, missing, about, outcomes, time.monotonic() - began, dry_run)
+        return report_of(pin, requests, missing, about, outcomes, time.monotonic() - began, dry_run)
 
     def verify(
         self,
@@ -297,7 +297,7 @@ class Library:
             raise UsageError(f"tree {spec.label!r}: expected a directory, a .zip or .whl, or 'package'")
         source = self._sources.local(spec)
         try:
-            manifest = read_manifest(pin, source.read(manifest_wanted(pin, any_digest=True)), source.label)
+            manifest = read_manifest(pin, source.read(manifest_request(pin, any_digest=True)), source.label)
         except NotHereError as error:
             raise MissingError(f"{source.label}: no manifest of {pin.name!r}: {error}") from None
         chosen = self._chosen(pin, manifest, paths)
@@ -321,9 +321,9 @@ class Library:
             PinError: the sources have one with another digest.
             SourceError: no source has one.
         """
-        wanted = Wanted(folder.child(MANIFEST_NAME), folder, sha256, MAX_MANIFEST_BYTES)
+        request = FileRequest(folder.child(MANIFEST_NAME), folder, sha256, MAX_MANIFEST_BYTES)
         try:
-            return self._sources.read(self._sources.specs(None), wanted)
+            return self._sources.read(self._sources.specs(None), request)
         except CorruptError as error:
             raise PinError(str(error)) from None
 
@@ -339,13 +339,13 @@ class Library:
             facts = {"sha256": digest, "bytes": outcome.size, "source": outcome.source, "store": str(self.store.root)}
             self.audit.write("fetch", release=pin.name, path=path, **facts)
 
-    def _wanted(self, pin: Pin, manifest: Manifest, path: ArtifactPath) -> Wanted:
+    def _request(self, pin: Pin, manifest: Manifest, path: ArtifactPath) -> FileRequest:
         digest = manifest.digests.get(path)
         if digest is None:
             raise PinError(f"{path.text!r} is not in the manifest of {pin.name!r}")
-        return Wanted(path, pin.path, digest, pin.max_file_bytes)
+        return FileRequest(path, pin.path, digest, pin.max_file_bytes)
 
     def _chosen(self, pin: Pin, manifest: Manifest, paths: Iterable[ArtifactPath] | None) -> tuple[ArtifactPath, ...]:
         if paths is None:
             return tuple(manifest.digests)
-        return tuple(self._wanted(pin, manifest, path).path for path in dict.fromkeys(paths))
+        return tuple(self._request(pin, manifest, path).path for path in dict.fromkeys(paths))

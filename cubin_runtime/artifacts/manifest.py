@@ -97,7 +97,7 @@ def _line_fault(line: str) -> str:
 def _check_no_file_is_a_folder(digests: Mapping[ArtifactPath, str], origin: str) -> None:
     """In the order where ``/`` comes before all else a file is followed by what lies below it."""
     ordered = sorted(path.text.replace("/", "\0") for path in digests)
-    found = {one.replace("\0", "/") for one, after in pairwise(ordered) if after.startswith(f"{one}\0")}
-    if found:
-        number, text = next((n, path.text) for n, path in enumerate(digests, start=1) if path.text in found)
+    folders = {one.replace("\0", "/") for one, after in pairwise(ordered) if after.startswith(f"{one}\0")}
+    if folders:
+        number, text = next((n, path.text) for n, path in enumerate(digests, start=1) if path.text in folders)
         raise CorruptError(f"{origin}:{number}: {text!r} is both a file and a folder")

@@ -13,7 +13,7 @@ from .bounded_read import digest_of
 from .manifest import MANIFEST_NAME, Manifest
 from .path import ArtifactPath
 from .pins.pin import Pin
-from .sources.source import Listing, NotHereError, Source, Wanted
+from .sources.source import FileRequest, Listing, NotHereError, Source
 from .store.store import Store
 
 _BATCH = 64
@@ -54,17 +54,19 @@ class VerifyReport:
     @property
     def problems(self) -> tuple[CubinRuntimeError, ...]:
         """An error for each kind of problem, gravest first; each names the first files."""
-        found: list[CubinRuntimeError] = []
+        problems: list[CubinRuntimeError] = []
         if self.corrupt:
             first = _listed([f"{problem.path}: {problem.reason}" for problem in self.corrupt])
-            found.append(CorruptError(f"{self.pin} in {self.where}: {len(self.corrupt)} corrupt: {first}"))
+            problems.append(CorruptError(f"{self.pin} in {self.where}: {len(self.corrupt)} corrupt: {first}"))
         if self.missing and self.complete:
             first = _listed([path.text for path in self.missing])
-            found.append(MissingError(f"{self.pin} in {self.where}: {len(self.missing)} missing: {first}"))
+            problems.append(MissingError(f"{self.pin} in {self.where}: {len(self.missing)} missing: {first}"))
         if self.extra:
             first = _listed(self.extra)
-            found.append(ExtraError(f"{self.pin} in {self.where}: {len(self.extra)} that no manifest lists: {first}"))
-        return tuple(found)
+            problems.append(
+                ExtraError(f"{self.pin} in {self.where}: {len(self.extra)} that no manifest lists: {first}")
+            )
+        return tuple(problems)
 
     def raise_problems(self) -> None:
         """Raise the gravest of ``problems``; return if there is none."""
@@ -149,9 +151,9 @@ def verify_tree(
     def check(path: ArtifactPath) -> _Checked:
         digest = manifest.digests[path]
         try:
-            data = source.read(Wanted(path, manifest.folder, None, pin.max_file_bytes))
-            if (found := digest_of(data)) != digest:
-                raise CorruptError(f"sha256 is {found}, expected {digest}")
+            data = source.read(FileRequest(path, manifest.folder, None, pin.max_file_bytes))
+            if (actual := digest_of(data)) != digest:
+                raise CorruptError(f"sha256 is {actual}, expected {digest}")
         except NotHereError:
             return _Checked(path, 0, missing=True)
         except (CorruptError, SourceError) as error:

@@ -92,12 +92,12 @@ class CallSizes:
         q_types = by_cache.get(self.dtype_kv)
         if q_types is None:
             raise UsageError(f"dtype_kv={self.dtype_kv!r}: expected one of {', '.join(by_cache)}")
-        found = self.dtype_q or q_types[0]
-        if found not in q_types:
+        dtype = self.dtype_q or q_types[0]
+        if dtype not in q_types:
             raise UsageError(f"dtype_q={self.dtype_q!r}: expected {' or '.join(q_types)} with dtype_kv={self.dtype_kv}")
-        if (self.dtype_out or found) not in OUT_DTYPES:
+        if (self.dtype_out or dtype) not in OUT_DTYPES:
             raise UsageError(f"dtype_out={self.dtype_out!r}: expected one of {', '.join(OUT_DTYPES)}")
-        return found
+        return dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +117,13 @@ def explained_operator(sizes: CallSizes) -> Explained:
     Raises:
         UsageError: there is none for the operation.
     """
-    found = next((entry for entry in EXPLAINED if entry.operation == sizes.operation and entry.takes(sizes)), None)
-    if found is None:
+    entry_of_call = next(
+        (entry for entry in EXPLAINED if entry.operation == sizes.operation and entry.takes(sizes)), None
+    )
+    if entry_of_call is None:
         operations = ", ".join(dict.fromkeys(entry.operation for entry in EXPLAINED))
         raise UsageError(f"operation={sizes.operation!r}: the {NATIVE} backend has {operations}")
-    return found
+    return entry_of_call
 
 
 def explain(sizes: CallSizes, kernels: Sequence[NativeKernel], device: DeviceFacts) -> Explanation:
@@ -131,12 +133,12 @@ def explain(sizes: CallSizes, kernels: Sequence[NativeKernel], device: DeviceFac
         UsageError: a size is outside what the operator takes, then the message begins with ``name=value``; or no
             kernel fits.
     """
-    found = explained_operator(sizes)
-    if sizes.soft_cap and found.operation != "context":
-        raise UsageError(f"soft_cap=True: {found.operator} has none, expected `operation` context")
-    shape = found.shape(sizes)
-    names = {"backend": NATIVE, "operator": found.operator, "operation": found.operation}
-    return explain_launches(names, shape, device, found.select(kernels, shape, device), pdl=sizes.pdl)
+    operator = explained_operator(sizes)
+    if sizes.soft_cap and operator.operation != "context":
+        raise UsageError(f"soft_cap=True: {operator.operator} has none, expected `operation` context")
+    shape = operator.shape(sizes)
+    names = {"backend": NATIVE, "operator": operator.operator, "operation": operator.operation}
+    return explain_launches(names, shape, device, operator.select(kernels, shape, device), pdl=sizes.pdl)
 
 
 def _decode_shape(sizes: CallSizes) -> DecodeShape:

@@ -104,21 +104,23 @@ class GrowingForm:
         self._first, self._lengths = 0, _numbers(q, 0, 0)
         self._at: tuple[Any, ...] = ()
         self._numbers: Sequence[Any] | None = None  # of a length that nothing was sent with
-        given = {**views, "page_table": view_of(self._table, "page_table"), "out": _contiguous(views["q"])}
-        given["seq_lens"] = TensorView.contiguous(given["page_table"].pointer, "int32", (k.shape[0],), self._device)
-        _check(given, options[1])
-        self._views = given
-        given = given | {name: _longer(views[name], self.bound) for name in _CACHES}
-        key = (__name__, options[1], tuple([view.spec for view in given.values()]))
+        arguments = {**views, "page_table": view_of(self._table, "page_table"), "out": _contiguous(views["q"])}
+        arguments["seq_lens"] = TensorView.contiguous(
+            arguments["page_table"].pointer, "int32", (k.shape[0],), self._device
+        )
+        _check(arguments, options[1])
+        self._views = arguments
+        arguments = arguments | {name: _longer(views[name], self.bound) for name in _CACHES}
+        key = (__name__, options[1], tuple([view.spec for view in arguments.values()]))
         self.plan = runtime.plans.get(
             key,
-            lambda: plan_paged_decode(**given, max_seq_len=self.bound, window_left=options[1], runtime=runtime),
+            lambda: plan_paged_decode(**arguments, max_seq_len=self.bound, window_left=options[1], runtime=runtime),
         )
-        self._values = [given["page_table"].pointer if name == "page_table" else 0 for name in _VALUES]
+        self._values = [arguments["page_table"].pointer if name == "page_table" else 0 for name in _VALUES]
         self._driver, self._context = self.plan.driver, self.plan.driver.context_on(self._device)
         self._send = self.plan.sender(self._stream, (_Q, _OUT, _SINKS))
-        found = [self.plan.launches[0].plan.values.get(name) for name in ("k_map", "v_map")]
-        self._specs = [spec for spec in found if isinstance(spec, TensorMapSpec)]
+        maps = [self.plan.launches[0].plan.values.get(name) for name in ("k_map", "v_map")]
+        self._specs = [spec for spec in maps if isinstance(spec, TensorMapSpec)]
 
     @property
     def served(self) -> bool:
@@ -211,8 +213,8 @@ def _guard_of(tensors: Sequence[Any]) -> Callable[..., bool] | None:
 def _check(views: Mapping[str, TensorView], window_left: int) -> None:
     """Raise ``UsageError`` for a call that breaks a rule of ``paged_decode``."""
     options = DecodeOptions(max_seq_len=views["k_cache"].shape[1], window_left=window_left)
-    given = {arg.name: views.get(arg.name) for arg in PAGED_DECODE.tensors}
-    PAGED_DECODE.check(DecodeCall(PAGED_DECODE.read(given, options), options))
+    arguments = {arg.name: views.get(arg.name) for arg in PAGED_DECODE.tensors}
+    PAGED_DECODE.check(DecodeCall(PAGED_DECODE.read(arguments, options), options))
 
 
 def _contiguous(view: TensorView) -> TensorView:

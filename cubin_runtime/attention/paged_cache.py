@@ -76,8 +76,8 @@ def check_table(table: TensorView, batch: int, *, separate: bool = False) -> Non
     """
     forms = [(batch,), (batch, 2)][: 1 + separate]
     if table.shape[:-1] not in forms or table.shape[-1] < 1:
-        wanted = " or ".join(f"[{', '.join(map(str, form))}, columns]" for form in forms)
-        raise UsageError(f"page_table: shape {table.shape}, expected {wanted}")
+        shapes = " or ".join(f"[{', '.join(map(str, form))}, columns]" for form in forms)
+        raise UsageError(f"page_table: shape {table.shape}, expected {shapes}")
 
 
 def value_table_offset(table: TensorView) -> int:

@@ -30,9 +30,9 @@ def default_runtime() -> Runtime:
     from .runtime import Runtime
 
     with _lock:
-        made = default.runtime = default.runtime or Runtime()
-    made.check_process()
-    return made
+        runtime = default.runtime = default.runtime or Runtime()
+    runtime.check_process()
+    return runtime
 
 
 def runtime_of(runtime: Any) -> Runtime:

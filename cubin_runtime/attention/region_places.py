@@ -35,8 +35,8 @@ class RegionPlaces:
         known = self._places.get(place)
         if known is not None:
             return known
-        found = workspace.regions(self._regions, place)
-        addresses = tuple(found[region.name] for region in self._regions)
+        regions = workspace.regions(self._regions, place)
+        addresses = tuple(regions[region.name] for region in self._regions)
         with self._lock:
             self._places[place] = addresses
             while len(self._places) > _MAX_PLACES:

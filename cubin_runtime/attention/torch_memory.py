@@ -26,10 +26,10 @@ class TorchMemory:
         _check_torch(like, "an output")
         import torch
 
-        wanted = like.dtype if dtype is None else getattr(torch, dtype)
-        if wanted is like.dtype and like.shape == shape and like.is_contiguous():
+        torch_dtype = like.dtype if dtype is None else getattr(torch, dtype)
+        if torch_dtype is like.dtype and like.shape == shape and like.is_contiguous():
             return note_made(torch.empty_like(like), torch.empty_like, (like,))
-        make = partial(torch.empty, shape, dtype=wanted, device=like.device)
+        make = partial(torch.empty, shape, dtype=torch_dtype, device=like.device)
         return note_made(make(), make)
 
     def zeros(self, like: Any, shape: tuple[int, ...], dtype: str) -> Any:
@@ -63,7 +63,7 @@ class TorchMemory:
 
     def lengthened(self, name: str, lengths: Any, by: Any) -> Any:
         """As ``TensorMemory``."""
-        other = next((given for given in (lengths, by) if not isinstance(given, int) and not is_torch(given)), None)
+        other = next((value for value in (lengths, by) if not isinstance(value, int) and not is_torch(value)), None)
         if other is not None:
             raise UsageError(f"{name}: got {type(other).__name__}, expected torch tensors where lengths are added")
         if isinstance(by, int):
@@ -103,11 +103,11 @@ def _strided_view(like: Any, shape: tuple[int, ...], dtype: str | None) -> Any:
 
     note_unrepeatable()
     try:
-        wanted = like.dtype if dtype is None or dtype == str(like.dtype) else numpy.dtype(dtype)
-        nbytes = max(1, prod(shape)) * wanted.itemsize
+        numpy_dtype = like.dtype if dtype is None or dtype == str(like.dtype) else numpy.dtype(dtype)
+        nbytes = max(1, prod(shape)) * numpy_dtype.itemsize
         buffer = Device(like.device_id).memory_resource.allocate(nbytes, stream=LEGACY_DEFAULT_STREAM)
         LEGACY_DEFAULT_STREAM.sync()  # allocation is in stream order, and the call may be on another stream
-        return StridedMemoryView.from_buffer(buffer, shape, dtype=wanted)
+        return StridedMemoryView.from_buffer(buffer, shape, dtype=numpy_dtype)
     except Exception as error:  # errors of cuda.core and numpy have no base in common
         raise UsageError(f"an output would be made by cuda.core, which says: {error}: pass it yourself") from error
 

@@ -49,8 +49,8 @@ app = typer.Typer(
 )
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(value: bool) -> None:
+    if value:
         output.line(f"cubin-runtime {__version__}")
         raise typer.Exit
 
@@ -88,53 +88,53 @@ def main(arguments: Sequence[str] | None = None) -> int:
     8 store or standard output not writable, 9 device or ABI refused, 130 interrupted (by Ctrl-C or SIGTERM). With
     ``--json`` an error is also one JSON object on the standard output. Without arguments it prints the help.
     """
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
     output.prepare_streams()
     try:
         with _interrupted_by_sigterm():
-            code = copy_context().run(_run, common.hoisted(_asked(given)) or ["--help"])
+            code = copy_context().run(_run, common.hoisted(_asked(words)) or ["--help"])
         output.flush()
     except output.OutputError as error:
-        return _report(error, "OutputError", str(error), error.exit_code, given)
+        return _report(error, "OutputError", str(error), error.exit_code, words)
     return code
 
 
-def _asked(given: list[str]) -> list[str]:
+def _asked(words: list[str]) -> list[str]:
     """The arguments, ``help VERB`` as ``VERB --help``."""
-    return [*given[1:2], "--help"] if given[:1] == ["help"] else given
+    return [*words[1:2], "--help"] if words[:1] == ["help"] else words
 
 
-def _run(given: list[str]) -> int:
+def _run(words: list[str]) -> int:
     from ..errors import CubinRuntimeError
 
     output.EMITTED.set(False)
     try:
-        code = _code(app(args=given, prog_name="cubin-runtime", standalone_mode=False))
+        code = _code(app(args=words, prog_name="cubin-runtime", standalone_mode=False))
         # the parser's library turns an interrupt into this code and says nothing
-        return _report_interrupt(given) if code == 130 else code
+        return _report_interrupt(words) if code == 130 else code
     except CubinRuntimeError as error:
-        return _report(error, type(error).__name__, str(error), error.exit_code, given)
+        return _report(error, type(error).__name__, str(error), error.exit_code, words)
     except KeyboardInterrupt:
-        return _report_interrupt(given)
+        return _report_interrupt(words)
     except SystemExit as exit_:
         return _code(exit_.code)
     except typer.Abort:
-        return _report_interrupt(given)
+        return _report_interrupt(words)
     except Exception as error:
         if _was_interrupted(error):
-            return _report_interrupt(given)
+            return _report_interrupt(words)
         if hasattr(error, "format_message"):  # the parser's own errors, whichever library typer builds on
-            return _report(error, "UsageError", _parser_message(error), 2, given)
+            return _report(error, "UsageError", _parser_message(error), 2, words)
         if isinstance(error, OSError) and error.filename is None and error.errno in _WRITE_FAILED:
             # ours are told by name: what is left are the parser's library's own writes
             raise output.OutputError(f"the standard output cannot be written: {error.strerror}") from None
         output.traceback_lines()
-        return _report(error, type(error).__name__, f"{error} (this is a bug; please report it)", 1, given)
+        return _report(error, type(error).__name__, f"{error} (this is a bug; please report it)", 1, words)
 
 
-def _report_interrupt(given: Sequence[str]) -> int:
-    again = "; what came is in the store: run it again to continue" if "fetch" in given else ""
-    return _report(None, "Interrupted", f"interrupted{again}", 130, given)
+def _report_interrupt(words: Sequence[str]) -> int:
+    again = "; what came is in the store: run it again to continue" if "fetch" in words else ""
+    return _report(None, "Interrupted", f"interrupted{again}", 130, words)
 
 
 def _was_interrupted(error: BaseException | None) -> bool:
@@ -163,15 +163,15 @@ def _interrupted_by_sigterm() -> Iterator[None]:
 
 def _start_log() -> None:
     """Show the package's log on the standard error stream from the level in ``CUBIN_RUNTIME_LOG`` on."""
-    wanted = common.GIVEN.get().get("CUBIN_RUNTIME_LOG", os.environ.get("CUBIN_RUNTIME_LOG", "")).strip().upper()
-    if not wanted:
+    level = common.GIVEN.get().get("CUBIN_RUNTIME_LOG", os.environ.get("CUBIN_RUNTIME_LOG", "")).strip().upper()
+    if not level:
         return
     import logging
 
-    if wanted not in _LOG_LEVELS:
+    if level not in _LOG_LEVELS:
         from ..errors import UsageError
 
-        raise UsageError(f"CUBIN_RUNTIME_LOG={wanted.lower()!r}: expected one of {', '.join(_LOG_LEVELS).lower()}")
+        raise UsageError(f"CUBIN_RUNTIME_LOG={level.lower()!r}: expected one of {', '.join(_LOG_LEVELS).lower()}")
 
     class Escaping(logging.Formatter):
         def format(self, record: logging.LogRecord) -> str:
@@ -181,7 +181,7 @@ def _start_log() -> None:
     handler.setFormatter(Escaping("%(levelname)s %(name)s: %(message)s"))
     logger = logging.getLogger("cubin_runtime")
     logger.handlers = [handler]
-    logger.setLevel(wanted)
+    logger.setLevel(level)
 
 
 def _verbs() -> set[str]:
@@ -199,11 +199,11 @@ def _parser_message(error: Exception) -> str:
     return (message.rstrip(".") or "no verb given") + hint
 
 
-def _report(error: Exception | None, kind: str, message: str, code: int, given: Sequence[str]) -> int:
+def _report(error: Exception | None, kind: str, message: str, code: int, words: Sequence[str]) -> int:
     output.error_line(message)
     for note in getattr(error, "__notes__", ()):
         output.error_line(note)
-    if "--json" in given and not output.EMITTED.get():
-        verb = next((word for word in given if word in _verbs()), "none")
+    if "--json" in words and not output.EMITTED.get():
+        verb = next((word for word in words if word in _verbs()), "none")
         output.emit_json(verb, {}, [output.error_object(code, kind, message)])
     return code

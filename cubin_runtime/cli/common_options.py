@@ -133,18 +133,18 @@ def apply(
     """
     if verbose and quiet:
         raise UsageError("--quiet and --verbose: expected at most one of them")
-    given: dict[str, str] = {}
+    values: dict[str, str] = {}
     if verbose:
-        given["CUBIN_RUNTIME_LOG"] = "info" if verbose == 1 else "debug"
+        values["CUBIN_RUNTIME_LOG"] = "info" if verbose == 1 else "debug"
     plain = {"TIMEOUT": timeout, "RETRIES": retries, "PROXY": proxy}
     files = {"CA_BUNDLE": ca_bundle, "CLIENT_CERT": client_cert}
-    given |= {f"CUBIN_RUNTIME_{name}": str(value) for name, value in plain.items() if value is not None}
+    values |= {f"CUBIN_RUNTIME_{name}": str(value) for name, value in plain.items() if value is not None}
     for name, file in files.items():
         if file is not None:
-            given[f"CUBIN_RUNTIME_{name}"] = str(local_path(file, f"--{name.lower().replace('_', '-')}"))
+            values[f"CUBIN_RUNTIME_{name}"] = str(local_path(file, f"--{name.lower().replace('_', '-')}"))
     if token_files:
-        given["CUBIN_RUNTIME_TOKENS"] = " ".join(map(_token, token_files))
-    GIVEN.set(given)
+        values["CUBIN_RUNTIME_TOKENS"] = " ".join(map(_token, token_files))
+    GIVEN.set(values)
     output.LOUDNESS.set(output.Loudness(quiet=quiet, color=color.value))
 
 

@@ -19,8 +19,8 @@ def targets(incomplete: str) -> list[str]:
     with suppress(CubinRuntimeError):
         library = Library(Config.from_environment())
         names = {pin.name for pin in library.pins} | {group for pin in library.pins for group in pin.groups}
-        if found := sorted(name for name in names if name.startswith(incomplete)):
-            return found
+        if matches := sorted(name for name in names if name.startswith(incomplete)):
+            return matches
         paths = {f"{pin.path}/" for pin in library.pins}
         for pin in library.pins:
             if incomplete.startswith(f"{pin.path}/"):

@@ -37,23 +37,25 @@ def diff(
     from ..artifacts.releases.comparison import compare_releases
     from ..artifacts.tables.kernel_filter import KernelFilter
 
-    wanted = KernelFilter.from_words(sm, family, dtype, head_dim, match)
+    kernel_filter = KernelFilter.from_words(sm, family, dtype, head_dim, match)
     library = Library(options.make_config(store, source, pins, offline))
-    found = compare_releases(library, library.pins.get(old), library.pins.get(new), wanted)
+    changes = compare_releases(library, library.pins.get(old), library.pins.get(new), kernel_filter)
     del library  # frees its manifests before the output is built
     if json:
-        output.emit_json("diff", asdict(found))
+        output.emit_json("diff", asdict(changes))
         return
-    for name in found.added:
+    for name in changes.added:
         output.line(f"+ {name}")
-    for name in found.removed:
+    for name in changes.removed:
         output.line(f"- {name}")
-    for change in found.changed:
+    for change in changes.changed:
         output.line(f"~ {change.name}{_facts(change)}")
-    known = "" if found.metadata else "; compared by names and digests only, because metadata is not available locally"
+    known = (
+        "" if changes.metadata else "; compared by names and digests only, because metadata is not available locally"
+    )
     output.line(
-        f"{found.old} -> {found.new}: {len(found.added)} added, {len(found.removed)} removed, "
-        f"{len(found.changed)} changed, {found.same} the same{known}"
+        f"{changes.old} -> {changes.new}: {len(changes.added)} added, {len(changes.removed)} removed, "
+        f"{len(changes.changed)} changed, {changes.same} the same{known}"
     )
 
 

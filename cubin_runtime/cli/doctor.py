@@ -139,13 +139,15 @@ def _accelerator() -> dict[str, Any]:
     from ..launch.accelerator import accelerator
 
     try:
-        found: str | None = version("cubin-runtime-accelerator")
+        installed: str | None = version("cubin-runtime-accelerator")
     except PackageNotFoundError:
-        found = None
+        installed = None
     if accelerator() is not None:
-        return {"installed": True, "version": found or "unknown", "problem": None}
-    problem = "it is not installed" if found is None else f"version {found} does not fit this version of the package"
-    return {"installed": False, "version": found, "problem": problem}
+        return {"installed": True, "version": installed or "unknown", "problem": None}
+    problem = (
+        "it is not installed" if installed is None else f"version {installed} does not fit this version of the package"
+    )
+    return {"installed": False, "version": installed, "problem": problem}
 
 
 def _settings(
@@ -153,12 +155,12 @@ def _settings(
 ) -> list[dict[str, Any]]:
     sources = [_source(s) for s in config.sources] if config.sources else ["package", "then each pin's own"]
     files = [str(p) for p in config.pin_files]
-    found = "user configuration folder" if files else "default"
+    origin = "user configuration folder" if files else "default"
     log = os.environ.get("CUBIN_RUNTIME_LOG", "")
     return [
         _setting("store", str(config.store), options.origin_of("CUBIN_RUNTIME_CACHE", store is not None)),
         _setting("sources", sources, options.origin_of("CUBIN_RUNTIME_SOURCES", bool(source))),
-        _setting("pins", ["built-in", *files], options.origin_of("CUBIN_RUNTIME_PINS", bool(pins), found)),
+        _setting("pins", ["built-in", *files], options.origin_of("CUBIN_RUNTIME_PINS", bool(pins), origin)),
         _setting("pin keys", _pin_keys(config), options.origin_of("CUBIN_RUNTIME_PIN_KEYS", False)),
         _setting("pin versions", _pin_versions(config), options.origin_of("XDG_STATE_HOME", False)),
         _setting("offline", config.offline, options.origin_of("CUBIN_RUNTIME_OFFLINE", offline)),
@@ -268,7 +270,7 @@ def _release(library: Library, pin: Pin, devices: list[int]) -> dict[str, Any]:
     from ..artifacts.tables.native_kernels import BUILT_NOT_RUN, NativeKernel
     from ..errors import CubinRuntimeError
 
-    found: dict[str, Any] = {
+    record: dict[str, Any] = {
         "name": pin.name,
         "files": pin.files or None,
         "bytes": pin.bytes or None,
@@ -284,19 +286,19 @@ def _release(library: Library, pin: Pin, devices: list[int]) -> dict[str, Any]:
     try:
         manifest = manifest_at_hand(library, pin)
         there = library.store.present(set(manifest.digests.values()))
-        found["in_store"] = sum(digest in there for digest in manifest.digests.values())
-        found["files"] = len(manifest.digests)
-        found["missing_bytes"] = pin.estimate(len(manifest.digests) - found["in_store"]) if pin.bytes else None
+        record["in_store"] = sum(digest in there for digest in manifest.digests.values())
+        record["files"] = len(manifest.digests)
+        record["missing_bytes"] = pin.estimate(len(manifest.digests) - record["in_store"]) if pin.bytes else None
         catalog = open_catalog(library, pin, fetch=False)
         for number in devices:
             rows = [entry.row for entry in catalog.kept_by(KernelFilter(sm=number))]
             untried = sum(isinstance(row, NativeKernel) and row.status == BUILT_NOT_RUN for row in rows)
-            found["runs_on"][str(number)] = len(rows)
-            found["built_not_run"][str(number)] = untried
-            found["launchable"] |= found["known_abi"] and len(rows) > 0
+            record["runs_on"][str(number)] = len(rows)
+            record["built_not_run"][str(number)] = untried
+            record["launchable"] |= record["known_abi"] and len(rows) > 0
     except CubinRuntimeError as error:
-        found["problem"] = str(error)
-    return found
+        record["problem"] = str(error)
+    return record
 
 
 def _known_abi(abi: str | None) -> bool:
@@ -351,13 +353,13 @@ def _machine_facts(report: dict[str, Any]) -> list[tuple[str, object]]:
     store, driver = report["store"], report["driver"]
     free = "unknown" if store["free_bytes"] is None else output.size(store["free_bytes"])
     state = store["problem"] or ("exists" if store["exists"] else "does not exist yet")
-    found: list[tuple[str, object]] = [
+    facts: list[tuple[str, object]] = [
         ("store", f"{state}, {'writable' if store['writable'] else 'not writable'}, {free} free"),
         ("driver", f"CUDA {driver['cuda']}" if driver["present"] else f"none: {driver['problem']}"),
     ]
     accelerator = report["accelerator"]
-    found.insert(1, ("accelerator", accelerator["version"] if accelerator["installed"] else accelerator["problem"]))
+    facts.insert(1, ("accelerator", accelerator["version"] if accelerator["installed"] else accelerator["problem"]))
     for d in driver["devices"]:
         about = f"{d['name']}, sm_{d['number']}, {d['multiprocessors']} multiprocessors"
-        found.append((f"device {d['ordinal']}", about))
-    return found
+        facts.append((f"device {d['ordinal']}", about))
+    return facts

@@ -46,15 +46,15 @@ def failed_requirements(required: Sequence[str], tasks: Sequence[Mapping[str, An
     failed: list[tuple[int, str]] = []
     for word in required:
         name, _, release = word.partition(":")
-        found = [one for one in tasks if one["task"] == name and release in ("", one.get("release"))]
-        if not found:
+        rows = [one for one in tasks if one["task"] == name and release in ("", one.get("release"))]
+        if not rows:
             known = sorted(str(one["release"]) for one in tasks if "release" in one)
             raise UsageError(
                 f"--require {word!r}: expected one of {', '.join(TASKS)}"
                 + (f", or fetch:RELEASE with one of {', '.join(known)}" if known else "")
             )
-        if all(one["state"] != YES for one in found):
-            worst = found[0]
+        if all(one["state"] != YES for one in rows):
+            worst = rows[0]
             failed.append((int(worst["code"]), f"required: {sentence(worst)}"))
     return failed
 

@@ -66,9 +66,9 @@ def export(
     from ..artifacts.tables.kernel_filter import KernelFilter
 
     target = local_path(out, "--out")
-    wanted = KernelFilter.from_words(sm, family, dtype, head_dim, match)
+    kernel_filter = KernelFilter.from_words(sm, family, dtype, head_dim, match)
     library = Library(options.make_config(store, source, pins, True))
-    chosen = chosen_at_hand(library, targets, wanted, cpu and cpu.value)
+    chosen = chosen_at_hand(library, targets, kernel_filter, cpu and cpu.value)
     if layout is Layout.FLASHINFER:
         if compress:
             raise UsageError("--compress: expected only for a zip, not with --layout flashinfer")
@@ -108,9 +108,9 @@ def mirror(
     from ..artifacts.tables.kernel_filter import KernelFilter
 
     target = local_path(out, "--out")
-    wanted = KernelFilter.from_words(sm, family, dtype, head_dim, match)
+    kernel_filter = KernelFilter.from_words(sm, family, dtype, head_dim, match)
     library = Library(options.make_config(store, source, pins, True))
-    chosen = chosen_at_hand(library, targets, wanted, cpu and cpu.value)
+    chosen = chosen_at_hand(library, targets, kernel_filter, cpu and cpu.value)
     _write_tree(library, chosen, target, "mirror", dedicated=False, json=json)
 
 

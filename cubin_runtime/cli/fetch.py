@@ -47,7 +47,7 @@ def fetch(
     from ..artifacts.releases.targets import chosen, expanded
     from ..artifacts.tables.kernel_filter import KernelFilter
 
-    wanted = KernelFilter.from_words(sm, family, dtype, head_dim, match)
+    kernel_filter = KernelFilter.from_words(sm, family, dtype, head_dim, match)
     library = Library(options.make_config(store, source, pins, offline))
     absent = options.absent_source(library.configured_sources) if source else None
     reports: list[FetchReport] = []
@@ -55,7 +55,7 @@ def fetch(
     asked: list[tuple[str, KernelFilter]] = []
     for target in targets:
         try:
-            asked += expanded(library, [target], wanted, cpu and cpu.value)
+            asked += expanded(library, [target], kernel_filter, cpu and cpu.value)
         except CubinRuntimeError as error:
             errors.append(error)
     for target, left in asked:

@@ -127,25 +127,25 @@ def usage(
     from ..artifacts.releases.gc import store_usage
 
     library = Library(options.make_config(store, source, pins, True))
-    found = store_usage(library)
+    totals = store_usage(library)
     if json:
-        output.emit_json("usage", {"store": str(library.store.root), **asdict(found)})
+        output.emit_json("usage", {"store": str(library.store.root), **asdict(totals)})
         return
     rows: list[tuple[object, ...]] = [
         (
             "unknown" if cell is None else cell
             for cell in (one.release, one.objects, _size(one.bytes), _size(one.alone_bytes))
         )  # type: ignore[misc]
-        for one in found.releases
+        for one in totals.releases
     ]
-    rows.append(("needed by no pinned release", found.unreferenced, output.size(found.unreferenced_bytes), ""))
-    rows.append(("in all", found.objects, output.size(found.bytes), ""))
+    rows.append(("needed by no pinned release", totals.unreferenced, output.size(totals.unreferenced_bytes), ""))
+    rows.append(("in all", totals.objects, output.size(totals.bytes), ""))
     output.table(("release", "objects", "size", "only in this release"), [tuple(row) for row in rows])
-    if found.unreferenced:
+    if totals.unreferenced:
         output.note_line("'cubin-runtime gc --unreferenced' removes what no pinned release needs")
-    if found.quarantined:
+    if totals.quarantined:
         output.note_line(
-            f"{output.several(found.quarantined, 'damaged object')} in quarantine; 'cubin-runtime gc --temps' removes "
+            f"{output.several(totals.quarantined, 'damaged object')} in quarantine; 'cubin-runtime gc --temps' removes "
             "what has been there for an hour"
         )
 

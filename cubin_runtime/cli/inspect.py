@@ -56,14 +56,14 @@ def inspect(
     from ..artifacts.library import Library
     from ..artifacts.tables.kernel_filter import KernelFilter
 
-    wanted = KernelFilter.from_words(sm, family, dtype, head_dim, match)
+    kernel_filter = KernelFilter.from_words(sm, family, dtype, head_dim, match)
     library = Library(options.make_config(store, source, pins, offline))
     if not _is_file(target):
         target = _resolved(library, target)
     if (surveyed := None if _is_file(target) else _surveyed_pin(library, target)) is not None:
-        _survey(library, surveyed, target, wanted, json)
+        _survey(library, surveyed, target, kernel_filter, json)
         return
-    if not wanted.is_empty:
+    if not kernel_filter.is_empty:
         raise UsageError("inspect: filters need a release or a folder, for example: inspect trtllm-gen-0.6.13 --sm 100")
     data, pin, path, origin = _read(library, target)
     cubin = parse_cubin(data)
@@ -177,12 +177,12 @@ def differences(library: Library, pin: Pin, row: KernelRow, data: bytes, cubin: 
 
     listed = library.manifest(pin).digests[path]
     if isinstance(row, KernelMeta):
-        found = consistency.trtllm_disagreements(
+        disagreements = consistency.trtllm_disagreements(
             row, data, cubin, manifest_sha256=listed, parameter_bytes=consistency.TRTLLM_PARAMETER_BYTES
         )
     else:
-        found = consistency.native_disagreements(row, cubin, manifest_sha256=listed)
-    return [str(difference) for difference in found]
+        disagreements = consistency.native_disagreements(row, cubin, manifest_sha256=listed)
+    return [str(difference) for difference in disagreements]
 
 
 def _cubin_json(cubin: Cubin, size: int) -> dict[str, Any]:
@@ -261,7 +261,7 @@ def _surveyed_pin(library: Library, target: str) -> Pin | None:
     return pin if path not in library.manifest(pin).digests else None
 
 
-def _survey(library: Library, pin: Pin, target: str, wanted: KernelFilter, json: bool) -> None:
+def _survey(library: Library, pin: Pin, target: str, kernel_filter: KernelFilter, json: bool) -> None:
     """Show a line for each local cubin; only manifest and metadata are fetched.
 
     Ends with code 5 if one is damaged, or its metadata disagrees with it.
@@ -270,25 +270,27 @@ def _survey(library: Library, pin: Pin, target: str, wanted: KernelFilter, json:
 
     catalog = open_catalog(library, pin, fetch=not library.config.offline)
     inside = set(library.select(pin, None if target == pin.name else target))
-    entries = [one for one in catalog.chosen_by(wanted) if one.path in inside and one.path.name.endswith(_SUFFIX)]
+    entries = [
+        one for one in catalog.chosen_by(kernel_filter) if one.path in inside and one.path.name.endswith(_SUFFIX)
+    ]
     if not entries:
         raise UsageError(f"inspect {target!r}: the filters match no cubin")
-    found: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     not_fetched = 0
     with output.progress(f"inspect {pin.name}", len(entries)) as advance:
         for entry in entries:
             try:
-                found.append(_facts(library, pin, entry))
+                rows.append(_facts(library, pin, entry))
             except (MissingError, SourceError):
                 not_fetched += 1
             except CorruptError as error:
-                found.append({"path": entry.path.text, "sha256": entry.sha256, "problem": str(error)})
+                rows.append({"path": entry.path.text, "sha256": entry.sha256, "problem": str(error)})
             advance(1)
     if json:
-        output.emit_json("inspect", {"pin": pin.name, "cubins": found, "not_fetched": not_fetched})
+        output.emit_json("inspect", {"pin": pin.name, "cubins": rows, "not_fetched": not_fetched})
     else:
-        _print_survey(pin, found, not_fetched)
-    if any(one.get("problem") or one.get("disagreements") for one in found):
+        _print_survey(pin, rows, not_fetched)
+    if any(one.get("problem") or one.get("disagreements") for one in rows):
         output.finish([CorruptError.exit_code])
 
 
@@ -308,7 +310,7 @@ def _facts(library: Library, pin: Pin, entry: Entry) -> dict[str, Any]:
     }
 
 
-def _print_survey(pin: Pin, found: list[dict[str, Any]], not_fetched: int) -> None:
+def _print_survey(pin: Pin, rows: list[dict[str, Any]], not_fetched: int) -> None:
     output.table(
         ("file", "target", "bytes", "kernels", "metadata"),
         (
@@ -319,7 +321,7 @@ def _print_survey(pin: Pin, found: list[dict[str, Any]], not_fetched: int) -> No
                 len(one.get("kernels", ())),
                 one.get("problem") or "; ".join(one["disagreements"]) or "no disagreement",
             )
-            for one in found
+            for one in rows
         ),
     )
     if not_fetched:

@@ -46,16 +46,16 @@ def list_(
     from ..artifacts.releases.targets import resolved
     from ..artifacts.tables.kernel_filter import KernelFilter
 
-    wanted = KernelFilter.from_words(sm, family, dtype, head_dim, match)
+    kernel_filter = KernelFilter.from_words(sm, family, dtype, head_dim, match)
     library = Library(options.make_config(store, source, pins, offline))
     if name is None:
-        if not wanted.is_empty:
+        if not kernel_filter.is_empty:
             raise UsageError("list: filters need a release, for example: list trtllm-gen-0.6.13 --sm 100")
         _list_pins(library, json)
         return
     name = resolved(library, name)
     pin = library.pins.get(name)
-    kept = open_catalog(library, pin, fetch=not library.config.offline).chosen_by(wanted)
+    kept = open_catalog(library, pin, fetch=not library.config.offline).chosen_by(kernel_filter)
     asked = [entry for entry in kept if _is_asked_for(entry, pin, name)]
     if json:
         files = [] if count else [_entry_json(entry) for entry in asked]

@@ -102,11 +102,11 @@ def _escape_one(character: str) -> str:
 
 def worst_code(codes: Iterable[int]) -> int:
     """One exit code for several outcomes: 3, then 5, 4, 6, then the largest other; 0 for none."""
-    found = {code for code in codes if code}
+    failures = {code for code in codes if code}
     for code in _CODE_ORDER:
-        if code in found:
+        if code in failures:
             return code
-    return max(found, default=0)
+    return max(failures, default=0)
 
 
 def finish(codes: Iterable[int]) -> None:

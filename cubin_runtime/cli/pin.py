@@ -105,7 +105,7 @@ def pin(
     if known is not None and known.path != folder:
         raise UsageError(f"pin {path!r}: is the name of a pin, expected the release's folder, {known.path}")
     data, origin = _manifest_of(library, folder, sha256)
-    found = make_pin(
+    new = make_pin(
         data,
         folder,
         origin,
@@ -118,16 +118,15 @@ def pin(
     )
     if sha256 is None:
         refused = PinError(
-            f"{folder} is not pinned, nothing was written; if you trust this digest, "
-            f"add --sha256 {found.manifest_sha256}"
+            f"{folder} is not pinned, nothing was written; if you trust this digest, add --sha256 {new.manifest_sha256}"
         )
-        _show(found, json, written=None, error=refused)
+        _show(new, json, written=None, error=refused)
         raise refused
     file = user_pins_path()
     asked = {"name": name, "abi": abi, "licence": licence, "max_file_bytes": max_file_bytes}
-    written = add_pin(file, found, library.pins, [field for field, value in asked.items() if value is not None])
-    library.audit.write("pin", release=found.name, path=found.path.text, sha256=found.manifest_sha256, file=str(file))
-    _show(found, json, written=str(file) if written else "already pinned")
+    written = add_pin(file, new, library.pins, [field for field, value in asked.items() if value is not None])
+    library.audit.write("pin", release=new.name, path=new.path.text, sha256=new.manifest_sha256, file=str(file))
+    _show(new, json, written=str(file) if written else "already pinned")
     if data is None:
         output.note_line("offline, so the manifest was not looked at; the first fetch compares it with this digest")
 
@@ -205,22 +204,24 @@ def _pin_flashinfer(place: str, config: Config, json: bool) -> None:
     from ..artifacts.pins.pin_file import add_group
 
     _refuse_where_signed(config)
-    found = flashinfer_pins(place if place == INSTALLED else str(local_path(place, "--from-flashinfer")))
+    versions = flashinfer_pins(place if place == INSTALLED else str(local_path(place, "--from-flashinfer")))
     file = user_pins_path()
-    added = {pin.path: pin for pin in add_group(file, found.pins, Library(config).pins)}
+    added = {pin.path: pin for pin in add_group(file, versions.pins, Library(config).pins)}
     now = {one.path: one for one in Library(options.make_config(None, None, config.pin_files)).pins}
     if json:
         pins = [
-            {"name": now[p.path].name, "path": p.path.text, "manifest_sha256": p.manifest_sha256} for p in found.pins
+            {"name": now[p.path].name, "path": p.path.text, "manifest_sha256": p.manifest_sha256} for p in versions.pins
         ]
-        facts = {"group": found.group, "pins": pins, "unpinnable": list(found.unpinnable), "file": str(file)}
+        facts = {"group": versions.group, "pins": pins, "unpinnable": list(versions.unpinnable), "file": str(file)}
         output.emit_json("pin", {**facts, "written": len(added)})
         return
     output.table(
-        ("pin", "manifest sha256", "path"), ((now[p.path].name, p.manifest_sha256, p.path) for p in found.pins)
+        ("pin", "manifest sha256", "path"), ((now[p.path].name, p.manifest_sha256, p.path) for p in versions.pins)
     )
-    output.note_line(f"{len(added)} of {len(found.pins)} written to {file}; 'fetch {found.group}' fetches them all")
-    for folder in found.unpinnable:
+    output.note_line(
+        f"{len(added)} of {len(versions.pins)} written to {file}; 'fetch {versions.group}' fetches them all"
+    )
+    for folder in versions.unpinnable:
         output.note_line(f"{folder}: FlashInfer states no digest of its manifest, so it cannot be pinned")
 
 
@@ -243,14 +244,14 @@ def _refuse_secrets(sources: Sequence[str]) -> None:
         )
 
 
-def _show(found: Pin, json: bool, *, written: str | None, error: PinError | None = None) -> None:
+def _show(new: Pin, json: bool, *, written: str | None, error: PinError | None = None) -> None:
     facts = {
-        "name": found.name,
-        "path": found.path.text,
-        "manifest_sha256": found.manifest_sha256,
-        "files": found.files or None,
-        "max_file_bytes": found.max_file_bytes,
-        "abi": found.abi,
+        "name": new.name,
+        "path": new.path.text,
+        "manifest_sha256": new.manifest_sha256,
+        "files": new.files or None,
+        "max_file_bytes": new.max_file_bytes,
+        "abi": new.abi,
         "written": written,
     }
     if json:

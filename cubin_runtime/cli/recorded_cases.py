@@ -183,8 +183,8 @@ def _scale(name: str, scalars: Mapping[str, Any], tensors: Mapping[str, TensorVi
     value = scalars.get(name)
     if value is not None:
         return Scale(value)
-    given = tensors.get(name)
-    return Scale() if given is None else Scale(1.0, given.pointer)
+    tensor = tensors.get(name)
+    return Scale() if tensor is None else Scale(1.0, tensor.pointer)
 
 
 Stated = Mapping[str, Any]

@@ -85,9 +85,9 @@ def sign(
 
 def _time(text: str) -> datetime:
     try:
-        found = datetime.fromisoformat(text.replace("Z", "+00:00"))
+        time = datetime.fromisoformat(text.replace("Z", "+00:00"))
     except ValueError:
-        found = None
-    if found is None or found.tzinfo is None:
+        time = None
+    if time is None or time.tzinfo is None:
         raise UsageError(f"--expires {text!r}: expected a time with its zone, for example 2027-01-31T00:00:00Z")
-    return found
+    return time

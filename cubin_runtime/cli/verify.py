@@ -59,10 +59,10 @@ def verify(
 
     if tree and repair:
         raise UsageError("--repair: expected without --tree; only a store can be repaired")
-    wanted = KernelFilter.from_words(sm, family, dtype, head_dim, match)
+    kernel_filter = KernelFilter.from_words(sm, family, dtype, head_dim, match)
     library = Library(options.make_config(store, source, pins, offline))
     reports: list[tuple[VerifyReport, int]] = []
-    for target, left in expanded(library, targets, wanted, cpu and cpu.value):
+    for target, left in expanded(library, targets, kernel_filter, cpu and cpu.value):
         pin = library.pins.get(target)
         whole = left.is_empty and target.rstrip("/") in (pin.name, pin.path.text)
         for place in tree or (None,):

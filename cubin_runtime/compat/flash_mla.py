@@ -98,8 +98,8 @@ def flash_mla_with_kvcache(
         if q_len > 1 and not causal:
             raise UsageError(f"causal=False: with {q_len} query tokens per request, expected True")
         bound = shape_of(block_table, "block_table", 2)[1] * k_cache.shape[1]
-        given = {"max_seq_len": bound, "softmax_scale": scale, "out": out, "lse": lse}
-        mla_decode(q, k_cache[:, :, 0], block_table, cache_seqlens, **given)
+        arguments = {"max_seq_len": bound, "softmax_scale": scale, "out": out, "lse": lse}
+        mla_decode(q, k_cache[:, :, 0], block_table, cache_seqlens, **arguments)
         lse = lse * math.log(2)
     else:
         if causal:
@@ -128,7 +128,7 @@ def _of_tokens(lengths: Any, q_len: int) -> Any:
     return lengths if lengths is None or q_len == 1 else lengths.repeat_interleave(q_len)
 
 
-def _refuse(given: dict[str, Any], why: str) -> None:
-    for name, value in given.items():
+def _refuse(arguments: dict[str, Any], why: str) -> None:
+    for name, value in arguments.items():
         if value is not None:
             raise UsageError(f"{name}: {why}")

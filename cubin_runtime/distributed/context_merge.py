@@ -129,8 +129,8 @@ class ContextParallelMerge:
         own_sinks = None if sinks is None else sinks[self._rank * self.own_heads :][: self.own_heads]
 
         def merge_parts() -> None:
-            given = {"out": out, "lse": lse, "sinks": own_sinks, "lse_base": self._lse_base}
-            self._merge_states(buffers.parts, buffers.part_lses, **given)
+            arguments = {"out": out, "lse": lse, "sinks": own_sinks, "lse_base": self._lse_base}
+            self._merge_states(buffers.parts, buffers.part_lses, **arguments)
 
         return (
             Step("communication", lambda: all_to_all(buffers.received_bytes, buffers.sent_bytes, self._group)),

@@ -36,11 +36,11 @@ def require(names: Mapping[str, Sequence[str]]) -> None:
     missing: list[str] = []
     for module, attributes in names.items():
         try:
-            found = importlib.import_module(module)
+            imported = importlib.import_module(module)
         except ImportError as error:
             missing.append(f"{module} ({error})")
             continue
-        missing += [f"{module}.{name}" for name in attributes if not hasattr(found, name)]
+        missing += [f"{module}.{name}" for name in attributes if not hasattr(imported, name)]
     if missing:
         raise ImportError(f"the interface lacks {', '.join(missing)}")
 

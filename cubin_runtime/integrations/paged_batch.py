@@ -124,17 +124,17 @@ def attend(
         launch_part(launch, part, options, out=result, **shared)
 
 
-def launch_part(launch: Callable[..., Any], part: Part, options: LayerOptions, **given: Any) -> None:
+def launch_part(launch: Callable[..., Any], part: Part, options: LayerOptions, **arguments: Any) -> None:
     """Launch in the scratch that layers share."""
     scratch = options.scratch
     workspace = None if scratch is None else scratch.of_launch(part.table.shape[0], part.rows, part.max_seq_len)
     try:
-        launch(workspace=workspace, **given)
+        launch(workspace=workspace, **arguments)
     except WorkspaceError:
         if workspace is None:
             raise
         # A launch that readiness did not foresee has scratch of its own.
-        launch(**given)
+        launch(**arguments)
 
 
 def check_layer(head_size: int, value_size: int, heads: int, kv_heads: int) -> None:

@@ -42,8 +42,8 @@ def reserve(
     kind = (*_form(q, options), kv_heads, page_size, kv_layout, limits, cache_dtype, world)
     if kind in scratch.ready:
         return options._replace(scratch=scratch)
-    given = (q, kv_heads, page_size, kv_layout, options, limits, cache_dtype)
-    plans = list(_plans(*given) if world == 1 else _dealt_plans(*given, world))
+    arguments = (q, kv_heads, page_size, kv_layout, options, limits, cache_dtype)
+    plans = list(_plans(*arguments) if world == 1 else _dealt_plans(*arguments, world))
     scratch.cover(plans, limits)
     scratch.ready.add(kind)
     kinds = (f"head_dim {q.shape[2]}, {q.shape[1]} heads on {kv_heads}", f"window {options.window_left + 1}")
@@ -75,12 +75,12 @@ def warm_up(
     for first in range(min(4, rows)):
         for count in range(1 + _SIZES * first, min(1 + _SIZES * (first + 1), rows - first + 1)):
             behind, own = slice(first, first + count), sums[: count + 1]
-            given = (table[behind], lengths[behind])
-            prompts = Part(0, count, *given, own, 1, limits.keys)
+            arguments = (table[behind], lengths[behind])
+            prompts = Part(0, count, *arguments, own, 1, limits.keys)
             steps = [(prompts, PagedBatch(None, prompts))]
             if first == 0:
-                decodes = [Part(0, count, *given, None, 1, limits.keys)]
-                decodes += _with_drafts(*given, own, rows, limits) if limits.decode_tokens > 1 else ()
+                decodes = [Part(0, count, *arguments, None, 1, limits.keys)]
+                decodes += _with_drafts(*arguments, own, rows, limits) if limits.decode_tokens > 1 else ()
                 steps += [(part, PagedBatch(part, None)) for part in decodes]
             for part, batch in steps:
                 queries = projected[: part.rows].view(part.rows, *q.shape[1:])
@@ -148,13 +148,13 @@ def _plans(
     if decodes_directly(heads, kv_heads, size, options):
         for tokens in sorted({1, limits.decode_tokens}):
             for requests in _counts(min(limits.requests, limits.tokens // tokens)):
-                given = (k_cache, v_cache, table[:requests], lengths[:requests])
+                arguments = (k_cache, v_cache, table[:requests], lengths[:requests])
                 even = queries[: requests * tokens]
                 if tokens > 1:
                     sums = lengths[: requests + 1]
-                    yield plan_paged_decode(even, *given, even, q_cu_seq_lens=sums, max_q_len=tokens, **shared)
+                    yield plan_paged_decode(even, *arguments, even, q_cu_seq_lens=sums, max_q_len=tokens, **shared)
                     even = even.unflatten(0, (requests, tokens))
-                yield plan_paged_decode(even, *given, even, **shared)
+                yield plan_paged_decode(even, *arguments, even, **shared)
     for requests in sorted({1, min(limits.requests, limits.tokens)}):
         yield plan_context_attention(
             queries[: limits.tokens],

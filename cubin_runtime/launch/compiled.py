@@ -17,12 +17,12 @@ def compiled(name: str, source: str, scope: Mapping[str, Any]) -> Callable[..., 
     keeps all of the scope alive, also what its source does not name: memory that the driver reads, for instance.
     """
     body = "".join(f"    {line}\n" for line in source.splitlines())
-    found: dict[str, Any] = {}
-    exec(_code(f"def bind({', '.join(sorted(scope))}):\n{body}    return {name}\n"), found)
+    names: dict[str, Any] = {}
+    exec(_code(f"def bind({', '.join(sorted(scope))}):\n{body}    return {name}\n"), names)
     # `found` are the globals of both: with the function in it, it would be a reference cycle.
-    made: Callable[..., Any] = found.pop("bind")(**scope)
-    vars(made)["scope"] = scope
-    return made
+    function: Callable[..., Any] = names.pop("bind")(**scope)
+    vars(function)["scope"] = scope
+    return function
 
 
 @lru_cache(maxsize=1024)

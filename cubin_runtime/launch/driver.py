@@ -96,8 +96,8 @@ class Driver:
         Raises:
             DriverLibraryError: libcuda cannot be opened or has no such function.
         """
-        found = self._functions.get(name)
-        return found if found is not None else self._resolve(name)
+        address = self._functions.get(name)
+        return address if address is not None else self._resolve(name)
 
     def has(self, name: str) -> bool:
         """Return whether the driver is new enough to have the function ``name``."""
@@ -122,8 +122,8 @@ class Driver:
 
     def history(self, context: int) -> LaunchHistory:
         """The last launches in a context."""
-        found = self._histories.get(context)
-        return found if found is not None else self._histories.setdefault(context, LaunchHistory())
+        history = self._histories.get(context)
+        return history if history is not None else self._histories.setdefault(context, LaunchHistory())
 
     def last_launches(self) -> tuple[LaunchRecord, ...]:
         """The last launches of each context, newest last; asks the driver nothing, so a fault does not matter."""
@@ -295,29 +295,29 @@ class Driver:
 
         It has at least ``nbytes``, and at most twice as many.
         """
-        for found in tuple(self._waiting):
-            fits = found.context == context and nbytes <= found.nbytes <= 2 * nbytes
-            if fits and found.life is None and found.user == user is not None:
+        for waiting in tuple(self._waiting):
+            fits = waiting.context == context and nbytes <= waiting.nbytes <= 2 * nbytes
+            if fits and waiting.life is None and waiting.user == user is not None:
                 try:
-                    self._waiting.remove(found)
+                    self._waiting.remove(waiting)
                 except ValueError:  # another thread took it
                     continue
-                return found.address, found.nbytes
+                return waiting.address, waiting.nbytes
         return None
 
     def free_waiting(self) -> None:
         """Free what ``free_later`` noted; no stream may be capturing."""
         for _ in range(len(self._waiting)):
             try:
-                found = self._waiting.popleft()
+                waiting = self._waiting.popleft()
             except IndexError:  # another thread frees the rest
                 return
-            if found.life is not None and not found.life.ended:
-                self._waiting.append(found)
+            if waiting.life is not None and not waiting.life.ended:
+                self._waiting.append(waiting)
                 continue
-            self.call("cuCtxPushCurrent", found.context)
+            self.call("cuCtxPushCurrent", waiting.context)
             try:
-                self.free(found.address)
+                self.free(waiting.address)
             finally:
                 self.out_pointer("cuCtxPopCurrent")
 
@@ -499,7 +499,7 @@ class Driver:
             return None
         ask = self.function("cuFuncGetParamInfo")
         offset, size = ctypes.c_size_t(), ctypes.c_size_t()
-        found: list[tuple[int, int]] = []
+        parameters: list[tuple[int, int]] = []
         # Not one past the last: that call fails by design, and tools that watch the driver report it.
         for index in range(count):
             code = ask(function, index, ctypes.addressof(offset), ctypes.addressof(size))
@@ -507,8 +507,8 @@ class Driver:
                 break
             if code:
                 raise self.error("cuFuncGetParamInfo", code)
-            found.append((offset.value, size.value))
-        return tuple(found)
+            parameters.append((offset.value, size.value))
+        return tuple(parameters)
 
     def active_clusters(self, function: int, config: api.LaunchConfig) -> int:
         """Count the clusters of the launch ``config`` that can be resident on the device at once."""
@@ -577,16 +577,16 @@ class Driver:
             library = self._open()
             for symbol in prototype.symbols:
                 try:
-                    found = library[symbol]
+                    function = library[symbol]
                 except AttributeError:
                     continue
                 if prototype.converted:
-                    found.argtypes = prototype.arguments
-                found.restype = ctypes.c_int
-                self._functions[name] = self._relaxed(found) if prototype.relaxed else found
+                    function.argtypes = prototype.arguments
+                function.restype = ctypes.c_int
+                self._functions[name] = self._relaxed(function) if prototype.relaxed else function
                 return self._functions[name]
-        wanted = " or ".join(prototype.symbols)
-        raise DriverLibraryError(f"{library._name} has no {wanted}: a newer driver is needed")
+        symbols = " or ".join(prototype.symbols)
+        raise DriverLibraryError(f"{library._name} has no {symbols}: a newer driver is needed")
 
     def _relaxed(self, function: Callable[..., int]) -> Callable[..., int]:
         """``function`` in the relaxed capture mode of the calling thread, which is then as it was."""

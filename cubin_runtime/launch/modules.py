@@ -148,17 +148,17 @@ class ModuleCache:
             DriverError: the driver refuses.
         """
         key = (context, sha256, symbol, needs.key())
-        found = self._kernels.get(key)
-        if found is None:
+        loaded = self._kernels.get(key)
+        if loaded is None:
             with self._load_lock(context, sha256), self._driver.using(context):
-                found = self._kernels.get(key)
-                if found is None:
-                    found = self._gated(context, sha256, symbol, read, needs, stream)
-                    self._kernels[key] = found
-                    return found
+                loaded = self._kernels.get(key)
+                if loaded is None:
+                    loaded = self._gated(context, sha256, symbol, read, needs, stream)
+                    self._kernels[key] = loaded
+                    return loaded
         with self._lock:
             self._hits += 1
-        return found
+        return loaded
 
     def preload(self, requests: Iterable[KernelRequest]) -> PreloadReport:
         """Load ahead of serving, one after another; errors as ``kernel``, at the first request that fails."""
@@ -283,10 +283,10 @@ class ModuleCache:
         return max_threads, parameters is not None
 
     def _opt_in(self, function: int, facts: KernelFacts, needs: LaunchNeeds) -> None:
-        wanted = needs.dynamic_shared_bytes
-        if wanted + facts.static_shared_bytes > _SHARED_WITHOUT_OPT_IN and wanted > self._shared.get(function, 0):
-            self._driver.allow_dynamic_shared(function, wanted)
-            self._shared[function] = wanted
+        nbytes = needs.dynamic_shared_bytes
+        if nbytes + facts.static_shared_bytes > _SHARED_WITHOUT_OPT_IN and nbytes > self._shared.get(function, 0):
+            self._driver.allow_dynamic_shared(function, nbytes)
+            self._shared[function] = nbytes
         if needs.nonportable_cluster:
             self._driver.allow_nonportable_cluster(function)
 

@@ -180,11 +180,11 @@ class StructLayout:
             missing = [m.name for m in self.fields if m.name not in values]
             unknown = [name for name in values if name not in self._by_name]
             raise UsageError(f"struct {self.name}: missing {missing}, unknown {unknown}")
-        given = list(map(values.__getitem__, self._by_name))
+        numbers = list(map(values.__getitem__, self._by_name))
         for index, member in self._apart:
-            given[index] = member.encode(given[index])
+            numbers[index] = member.encode(numbers[index])
         try:
-            return self._packer.pack(*given)
+            return self._packer.pack(*numbers)
         except (struct.error, OverflowError):  # null pointers, and what does not fit
             return b"".join(self._in_parts(values))
 

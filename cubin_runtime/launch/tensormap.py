@@ -235,10 +235,10 @@ class TensorMapCache:
     def encode(self, spec: TensorMapSpec) -> bytes:
         """The 128 bytes for ``spec``, from the cache or freshly checked and encoded; errors as ``encode``."""
         with self._lock:
-            found = self._encoded.get(spec)
-            if found is not None:
+            descriptor = self._encoded.get(spec)
+            if descriptor is not None:
                 self._encoded.move_to_end(spec)
-                return found
+                return descriptor
         encoded = spec.encode(self._driver)
         with self._lock:
             self._encoded[spec] = encoded
@@ -265,9 +265,9 @@ class MovedDescriptors:
     def __call__(self, spec: TensorMapSpec, address: int) -> bytes:
         """The 128 bytes of ``spec`` at another address; errors as ``TensorMapCache.encode``."""
         place = id(spec), address
-        found = self._found.get(place)
-        if found is not None:
-            return found[1]
+        moved = self._found.get(place)
+        if moved is not None:
+            return moved[1]
         with self._driver.using(self._context):
             encoded = self._cache.encode(spec.moved(address))
         if len(self._found) >= _MOST_MOVED:

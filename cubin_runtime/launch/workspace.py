@@ -262,19 +262,19 @@ def _new_memory(driver: Driver, context: int, nbytes: int, stream: int) -> tuple
             )
         _check_device(driver, context, stream)
         # What the stream had before is used again in its order; freeing would wait for all work of the device.
-        found = driver.waiting_for(context, max(1, nbytes), owner_of(driver, stream))
-        if found is None:
+        memory = driver.waiting_for(context, max(1, nbytes), owner_of(driver, stream))
+        if memory is None:
             driver.free_waiting()
             capacity = _capacity(nbytes)
-            found = driver.allocate(capacity), capacity
-        address, _ = found
+            memory = driver.allocate(capacity), capacity
+        address, _ = memory
         try:
             if nbytes:
                 driver.fill(address, 0, nbytes, stream)
         except Exception:
             driver.free(address)
             raise
-    return found
+    return memory
 
 
 def _give_back(driver: Driver, context: int, buffers: list[Buffer]) -> None:

@@ -17,10 +17,10 @@ def require_module(name: str, install: str) -> None:
         install: the command that installs it, which the line names.
     """
     try:
-        found = find_spec(name) is not None
+        installed = find_spec(name) is not None
     except (ImportError, ValueError):  # a package around it is not there, or stands in sys.modules as None
-        found = False
-    if not found:
+        installed = False
+    if not installed:
         stop(MissingError(f"no module {name!r}: {install}"))
 
 

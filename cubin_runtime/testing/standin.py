@@ -35,8 +35,8 @@ def cuda_include(needs: str = "cuda.h") -> Path:
 
 
 def _version(header: Path) -> int:
-    found = re.search(r"^#define CUDA_VERSION (\d+)", header.read_text(errors="replace"), re.MULTILINE)
-    return int(found[1]) if found else 0
+    match = re.search(r"^#define CUDA_VERSION (\d+)", header.read_text(errors="replace"), re.MULTILINE)
+    return int(match[1]) if match else 0
 
 
 def compile_c(source: Path, output: Path, *options: str) -> None:
@@ -129,8 +129,8 @@ class StandIn:
 
     def make_context(self, device: int) -> int:
         """The handle of another context of ``device``, like a program's own or a green context."""
-        made: int = self._library.standin_make_context(device)
-        return made
+        context: int = self._library.standin_make_context(device)
+        return context
 
     def add_kernel(self, symbol: str, sizes: tuple[int, ...], max_threads: int = 1024) -> None:
         """Add a kernel with parameters of these sizes in bytes to all modules."""
@@ -148,10 +148,10 @@ class StandIn:
 
     def images(self) -> list[bytes]:
         """The images of the loaded modules, in order."""
-        found, size = list[bytes](), ctypes.c_size_t()
-        while address := self._library.standin_image(len(found), ctypes.byref(size)):
-            found.append(ctypes.string_at(address, size.value))
-        return found
+        images, size = list[bytes](), ctypes.c_size_t()
+        while address := self._library.standin_image(len(images), ctypes.byref(size)):
+            images.append(ctypes.string_at(address, size.value))
+        return images
 
     def fail(self, call: str, code: int, *, skip: int = 0, times: int = -1) -> None:
         """Let a driver function return ``code`` after ``skip`` successful calls, ``times`` times (-1: always)."""

@@ -33,10 +33,10 @@ def to_bits(dtype: DTypeName, values: Any) -> NDArray[Any]:
         return _NARROW[dtype][0](values)
     if dtype not in DTYPES:
         raise UsageError(f"dtype={dtype!r}: expected one of {', '.join(DTYPES)}")
-    given = np.asarray(values)
-    array: NDArray[Any] = np.ascontiguousarray(given.astype(dtype, copy=False))
-    if "float" not in dtype and not np.array_equal(given, array):
-        raise UsageError(f"dtype={dtype!r}: does not hold {given[given != array][0]}")
+    elements = np.asarray(values)
+    array: NDArray[Any] = np.ascontiguousarray(elements.astype(dtype, copy=False))
+    if "float" not in dtype and not np.array_equal(elements, array):
+        raise UsageError(f"dtype={dtype!r}: does not hold {elements[elements != array][0]}")
     return array
 
 

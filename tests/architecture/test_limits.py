@@ -51,6 +51,12 @@ def is_question_docstring(node: ast.AST) -> bool:
     return bool(re.match(r"(What|Which|How|Where|Whether)\b", str(node.value.value)))
 
 
+def is_participle(node: ast.AST) -> bool:
+    """A value that is named for how it came about, not for what it is."""
+    stored = node.id if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) else getattr(node, "arg", None)
+    return not isinstance(node, ast.keyword) and stored in ("found", "given", "made", "wanted")
+
+
 LIMITS = (
     Limit("calls of locals()", 14, 0, calls("locals")),
     Limit("calls of exec()", 2, 0, calls("exec")),
@@ -59,6 +65,7 @@ LIMITS = (
     Limit("addresses found by containment", 1, 0, is_containment, "attention/fast_path"),
     Limit("numbers found by equality of floats", 1, 0, is_product_equality, "attention/fast_path"),
     Limit("docstrings that begin with a question word", 27, 0, is_question_docstring),
+    Limit("values named by participles", 69, 0, is_participle),
 )
 SNIPPETS = {
     "calls of locals()": "run(locals())",
@@ -68,6 +75,7 @@ SNIPPETS = {
     "addresses found by containment": "[i for i in known if i.view.pointer <= value < i.end]",
     "numbers found by equality of floats": "next(f for f in factors if scale * f == value)",
     "docstrings that begin with a question word": 'def form() -> str:\n    """What it has."""',
+    "values named by participles": "found = look()",
 }
 
 

@@ -17,7 +17,7 @@ from serving import FaultyServer, hang
 from cubin_runtime.artifacts.fetch.dispatch import _Dispatch
 from cubin_runtime.artifacts.fetch.report import FetchReport, report_of
 from cubin_runtime.artifacts.fetch.worker_pool import Outcome
-from cubin_runtime.artifacts.sources.source import Wanted
+from cubin_runtime.artifacts.sources.source import FileRequest
 from cubin_runtime.artifacts.store.locks import LOCKS, ShardLock
 from cubin_runtime.artifacts.store.store import Store
 from cubin_runtime.errors import SourceError, StoreError
@@ -108,7 +108,7 @@ def test_who_waits_for_a_lock_looks_into_the_store_more_rarely_than_at_the_lock(
     monkeypatch.setattr("time.monotonic", lambda: clock[-1])
     waiting = _Dispatch(
         library.store,
-        [Wanted(release.path(NAME), release.pin.path, digest, 1 << 20)],
+        [FileRequest(release.path(NAME), release.pin.path, digest, 1 << 20)],
         hire=lambda: pytest.fail("there is nothing to do"),
         policy=PATIENT,
         on_outcome=None,
@@ -175,7 +175,7 @@ def test_a_holder_to_whom_nothing_comes_does_not_seem_alive(
 
 def test_one_file_that_no_source_delivered_says_what_to_install(release: Release) -> None:
     pin = replace(release.pin, name="hopper-1.0")
-    wanted = Wanted(release.path("kernels.bin"), pin.path, "0" * 64, 100)
+    wanted = FileRequest(release.path("kernels.bin"), pin.path, "0" * 64, 100)
     failed = Outcome(wanted, error=SourceError("no"))
     with pytest.raises(SourceError, match=r"no\n  'pip install cubin-runtime-kernels==1\.0"):
         report_of(pin, [wanted], [wanted], 0, [failed], 1.0, False)

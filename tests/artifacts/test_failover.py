@@ -15,7 +15,7 @@ from serving import resumable, serving
 from cubin_runtime.artifacts.fetch.worker_pool import ThreadWorkerPool
 from cubin_runtime.artifacts.path import ArtifactPath
 from cubin_runtime.artifacts.sources import failover
-from cubin_runtime.artifacts.sources.source import RetryableError, Source, TooMuchError, Wanted
+from cubin_runtime.artifacts.sources.source import FileRequest, RetryableError, Source, TooMuchError
 from cubin_runtime.artifacts.store.store import Store
 from cubin_runtime.errors import CorruptError, SourceError
 
@@ -35,11 +35,11 @@ class Counting:
         self.stored: set[str] = set()
         self.guard = threading.Lock()
 
-    def wanted(self) -> list[Wanted]:
+    def wanted(self) -> list[FileRequest]:
         folder = ArtifactPath("made")
-        return [Wanted(folder.child(digest), folder, digest, LARGE) for digest in self.bodies]
+        return [FileRequest(folder.child(digest), folder, digest, LARGE) for digest in self.bodies]
 
-    def read(self, wanted: Wanted) -> bytes:
+    def read(self, wanted: FileRequest) -> bytes:
         body = self.bodies[wanted.path.name]
         if len(body) > wanted.limit:
             raise TooMuchError("too much")
@@ -137,7 +137,7 @@ class Scripted:
     def __init__(self, *answers: bytes | Exception) -> None:
         self.answers = list(answers)
 
-    def read(self, wanted: Wanted) -> bytes:
+    def read(self, wanted: FileRequest) -> bytes:
         answer = self.answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
@@ -161,7 +161,7 @@ class Scripted:
 )
 def test_wrong_bytes_are_corruption_however_few_the_attempts(attempts: int, answers: list[bytes | Exception]) -> None:
     policy = replace(QUICK_POLICY, attempts=attempts)
-    wanted = Wanted(ArtifactPath("made/x"), ArtifactPath("made"), sha256(b"right"), SMALL)
+    wanted = FileRequest(ArtifactPath("made/x"), ArtifactPath("made"), sha256(b"right"), SMALL)
     with pytest.raises(CorruptError, match="sha256 of made/x"):
         failover.read_with_failover(wanted, [Scripted(*answers)], policy, failover.Progress(policy))
 

@@ -14,15 +14,15 @@ from tls import make_tls, write_netrc
 from cubin_runtime.artifacts.sources.failover import FetchPolicy
 from cubin_runtime.artifacts.sources.http import HttpSource
 from cubin_runtime.artifacts.sources.http_pace import HttpLimits
-from cubin_runtime.artifacts.sources.source import Wanted, parse_source
+from cubin_runtime.artifacts.sources.source import FileRequest, parse_source
 from cubin_runtime.config import Network
 from cubin_runtime.errors import SourceError
 
 NAME = "fmha/prefill.cubin"
 
 
-def wanted(release: Release) -> Wanted:
-    return Wanted(release.path(NAME), release.pin.path, release.digest(NAME), release.pin.max_file_bytes)
+def wanted(release: Release) -> FileRequest:
+    return FileRequest(release.path(NAME), release.pin.path, release.digest(NAME), release.pin.max_file_bytes)
 
 
 def over_tls(server: FaultyServer, network: Network) -> HttpSource:

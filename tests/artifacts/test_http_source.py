@@ -42,7 +42,7 @@ from tls import write_netrc
 from cubin_runtime.artifacts.sources.http import HttpSource
 from cubin_runtime.artifacts.sources.http_pace import HttpLimits
 from cubin_runtime.artifacts.sources.http_session import _WatchedFile
-from cubin_runtime.artifacts.sources.source import NotHereError, RetryableError, TooMuchError, Wanted, parse_source
+from cubin_runtime.artifacts.sources.source import FileRequest, NotHereError, RetryableError, TooMuchError, parse_source
 from cubin_runtime.errors import SourceError
 
 NAME = "fmha/prefill.cubin"
@@ -59,8 +59,8 @@ def source_of(url: str, limits: HttpLimits = PATIENT_LIMITS) -> HttpSource:
     return HttpSource(parse_source(url), limits)
 
 
-def wanted(release: Release) -> Wanted:
-    return Wanted(release.path(NAME), release.pin.path, None, len(release.files[NAME]))
+def wanted(release: Release) -> FileRequest:
+    return FileRequest(release.path(NAME), release.pin.path, None, len(release.files[NAME]))
 
 
 def test_the_bytes_of_a_file_are_delivered(release: Release, server: FaultyServer) -> None:

@@ -31,7 +31,7 @@ from cubin_runtime.artifacts.fetch.process_pool import ProcessWorkerPool, Worker
 from cubin_runtime.artifacts.fetch.worker_pool import Outcome
 from cubin_runtime.artifacts.fetch.worker_process import _portable
 from cubin_runtime.artifacts.sources.failover import FetchPolicy
-from cubin_runtime.artifacts.sources.source import RetryableError, Wanted, parse_source
+from cubin_runtime.artifacts.sources.source import FileRequest, RetryableError, parse_source
 from cubin_runtime.artifacts.sources.source_list import WorkOrder
 from cubin_runtime.config import Config
 from cubin_runtime.errors import CorruptError, StoreError
@@ -75,8 +75,8 @@ def order(many: Release, store: Path, url: str) -> WorkOrder:
     return WorkOrder(config, PATIENT_LIMITS, QUICK_POLICY, (parse_source(url),), 1, logging.INFO)
 
 
-def wanted(many: Release, name: str) -> Wanted:
-    return Wanted(many.path(name), many.pin.path, many.digest(name), many.pin.max_file_bytes)
+def wanted(many: Release, name: str) -> FileRequest:
+    return FileRequest(many.path(name), many.pin.path, many.digest(name), many.pin.max_file_bytes)
 
 
 def take_for_ever(pool: ProcessWorkerPool, silent: _Worker) -> None:

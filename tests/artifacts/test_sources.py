@@ -15,15 +15,15 @@ from cubin_runtime.artifacts.path import ArtifactPath
 from cubin_runtime.artifacts.sources.archive import ArchiveSource
 from cubin_runtime.artifacts.sources.directory import DirectorySource
 from cubin_runtime.artifacts.sources.package import PackageSource
-from cubin_runtime.artifacts.sources.source import NotHereError, Wanted, parse_source, redact
+from cubin_runtime.artifacts.sources.source import FileRequest, NotHereError, parse_source, redact
 from cubin_runtime.artifacts.store.store import Store
 from cubin_runtime.errors import SourceError, UsageError
 
 NAME = "fmha/decode.cubin"
 
 
-def wanted(release: Release, name: str = NAME, limit: int = 1 << 20) -> Wanted:
-    return Wanted(release.path(name), release.pin.path, None, limit)
+def wanted(release: Release, name: str = NAME, limit: int = 1 << 20) -> FileRequest:
+    return FileRequest(release.path(name), release.pin.path, None, limit)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_a_tree_of_links_is_read(release: Release, tmp_path: Path) -> None:
 def test_a_store_is_a_source_by_digest(release: Release, tmp_path: Path) -> None:
     store = Store(tmp_path / "other")
     store.put(release.digest(NAME), release.files[NAME])
-    asked = Wanted(release.path(NAME), release.pin.path, release.digest(NAME), 1 << 20)
+    asked = FileRequest(release.path(NAME), release.pin.path, release.digest(NAME), 1 << 20)
     assert DirectorySource(store.root).read(asked) == release.files[NAME]
 
 

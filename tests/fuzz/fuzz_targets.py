@@ -19,7 +19,7 @@ from cubin_runtime.artifacts.cubins.cubin import parse_cubin
 from cubin_runtime.artifacts.manifest import MANIFEST_NAME, parse_manifest
 from cubin_runtime.artifacts.path import ArtifactPath
 from cubin_runtime.artifacts.sources.archive import ArchiveSource
-from cubin_runtime.artifacts.sources.source import NotHereError, Wanted
+from cubin_runtime.artifacts.sources.source import FileRequest, NotHereError
 from cubin_runtime.artifacts.tables.metadata import MetadataError, parse_header
 from cubin_runtime.artifacts.tables.metadata_index import MetadataIndex, build_index
 from cubin_runtime.cli.output import escape
@@ -100,7 +100,7 @@ def _read_archive(source: ArchiveSource) -> str:
                 continue
             source.where(path, FOLDER)
             try:
-                assert len(source.read(Wanted(path, FOLDER, None, LIMIT))) <= LIMIT
+                assert len(source.read(FileRequest(path, FOLDER, None, LIMIT))) <= LIMIT
                 words.append("read")
             except (NotHereError, SourceError) as error:
                 words.append(word_of(error))

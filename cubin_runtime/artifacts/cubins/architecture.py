@@ -55,7 +55,7 @@ class Architecture:
 
 @lru_cache(maxsize=256)
 def _parsed(text: str, declared: bool) -> Architecture:
-    found = _TEXT.fullmatch(text)
-    if found is None:
+    match = _TEXT.fullmatch(text)
+    if match is None:
         raise UsageError(f"architecture {text!r}: expected a name such as 90a or sm_100f")
-    return Architecture(int(found[1]), found[2], declared)
+    return Architecture(int(match[1]), match[2], declared)

@@ -162,12 +162,12 @@ def _per_symbol(elf: Elf) -> dict[tuple[int, int], int]:
     section = elf.by_name.get(".nv.info")
     if section is None:
         return {}
-    found: dict[tuple[int, int], int] = {}
+    ranges: dict[tuple[int, int], int] = {}
     for attribute, value in _attributes(elf.content(section), section.name):
         if attribute in (_REGISTERS, _FRAME_SIZE, _MIN_STACK_SIZE):
             index, number = _unpack(_TWO_WORDS, value, section.name)
-            found[attribute, index] = number
-    return found
+            ranges[attribute, index] = number
+    return ranges
 
 
 def _registers_of_old_abi(elf: Elf, symbol: EntryPoint) -> int | None:

@@ -84,8 +84,8 @@ class Elf:
 
     def entry_points(self) -> tuple[EntryPoint, ...]:
         """The kernels in the order of the symbol table; empty without one."""
-        found = self.by_name.get(".symtab")
-        return () if found is None else _entry_points(self, found)
+        symbols = self.by_name.get(".symtab")
+        return () if symbols is None else _entry_points(self, symbols)
 
 
 def read_elf(data: bytes) -> Elf:
@@ -131,14 +131,14 @@ def _entry_points(elf: Elf, table: Section) -> tuple[EntryPoint, ...]:
     if table.link >= len(elf.sections):
         raise CubinFormatError(f"symbol names in section {table.link} of {len(elf.sections)}")
     names = elf.content(elf.sections[table.link])
-    found = [
+    sections = [
         (index, at, section)
         for index, (at, info, other, section, _, _) in enumerate(_SYMBOL.iter_unpack(elf.content(table)))
         if info & 15 == _FUNCTION and other & _ENTRY_BIT and section
     ]
-    if len(found) > MAX_KERNELS:
-        raise CubinFormatError(f"{len(found)} kernels, at most {MAX_KERNELS} are read")
-    return tuple(EntryPoint(index, _name(names, at), section) for index, at, section in found)
+    if len(sections) > MAX_KERNELS:
+        raise CubinFormatError(f"{len(sections)} kernels, at most {MAX_KERNELS} are read")
+    return tuple(EntryPoint(index, _name(names, at), section) for index, at, section in sections)
 
 
 def _bounded(data: bytes, header: _SectionHeader, what: str) -> bytes:

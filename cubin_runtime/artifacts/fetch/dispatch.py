@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ...errors import CubinRuntimeError, StoreError
 from ..sources.failover import FetchPolicy
-from ..sources.source import Wanted
+from ..sources.source import FileRequest
 from ..store.locks import ShardLock, shard_of
 from ..store.store import Store
 from .worker_pool import Outcome, WorkerPool
@@ -26,14 +26,14 @@ class _Shard:
 
     name: str
     lock: ShardLock
-    items: list[Wanted]
+    items: list[FileRequest]
     open: int = 0
     look_at: float = 0.0
 
 
 def fetch_objects(
     store: Store,
-    wanted: Sequence[Wanted],
+    requests: Sequence[FileRequest],
     hire: Callable[[], WorkerPool],
     *,
     policy: FetchPolicy,
@@ -50,7 +50,7 @@ def fetch_objects(
         StoreError: the store is full or cannot be written; the rest is abandoned.
         WorkerError: a worker process was lost; the rest is abandoned.
     """
-    return _Dispatch(store, wanted, hire, policy, on_outcome, on_beat).run()
+    return _Dispatch(store, requests, hire, policy, on_outcome, on_beat).run()
 
 
 class _Dispatch:
@@ -59,7 +59,7 @@ class _Dispatch:
     def __init__(
         self,
         store: Store,
-        wanted: Sequence[Wanted],
+        requests: Sequence[FileRequest],
         hire: Callable[[], WorkerPool],
         policy: FetchPolicy,
         on_outcome: Callable[[Outcome], None] | None,
@@ -73,14 +73,14 @@ class _Dispatch:
         self._outcomes: list[Outcome] = []
         self._open = 0
         self._held: dict[str, _Shard] = {}
-        self._waiting = self._shards(wanted)
+        self._waiting = self._shards(requests)
         self._beat_at = time.monotonic() + self._policy.lock_touch
         self._beat_ticks = 0
 
-    def _shards(self, wanted: Sequence[Wanted]) -> deque[_Shard]:
+    def _shards(self, requests: Sequence[FileRequest]) -> deque[_Shard]:
         """Objects by lock, each digest once, starting at a random lock so that processes begin apart."""
-        groups: dict[str, dict[str, Wanted]] = {}
-        for item in wanted:
+        groups: dict[str, dict[str, FileRequest]] = {}
+        for item in requests:
             assert item.sha256 is not None
             groups.setdefault(shard_of(item.sha256), {})[item.sha256] = item
         start = secrets.randbelow(16)

@@ -15,7 +15,7 @@ from ..bounded_read import digest_of
 from ..path import ArtifactPath
 from ..pins.pin import Pin
 from ..sources.failover import FetchPolicy
-from ..sources.source import NotHereError, Wanted
+from ..sources.source import FileRequest, NotHereError
 from ..sources.source_list import SourceList, with_hint
 from ..store.store import Store
 from ..store.store_errors import is_denied
@@ -71,14 +71,14 @@ class ArtifactLoader:
                 raise
             return False
 
-    def at_hand(self, pin: Pin, wanted: Wanted) -> tuple[Artifact | None, list[CubinRuntimeError]]:
+    def at_hand(self, pin: Pin, request: FileRequest) -> tuple[Artifact | None, list[CubinRuntimeError]]:
         """From the store or a local source in place, hashed; else the reasons why not."""
-        digest = listed_digest(wanted)
+        digest = listed_digest(request)
         reasons: list[CubinRuntimeError] = []
         outer = sys.exc_info()[1]
         try:
-            data = self._store.read(digest, wanted.limit)
-            return Artifact(wanted.path, digest, data, str(self._store.root)), reasons
+            data = self._store.read(digest, request.limit)
+            return Artifact(request.path, digest, data, str(self._store.root)), reasons
         except MissingError as error:
             reasons.append(_apart(error, outer))
         except CorruptError as error:
@@ -91,16 +91,16 @@ class ArtifactLoader:
             reasons.append(_apart(error, outer))
         for source in self._sources.local_sources(pin):
             try:
-                data = source.read(wanted)
+                data = source.read(request)
             except (NotHereError, SourceError) as error:
                 reasons.append(_apart(error, outer))
                 continue
-            if (found := digest_of(data)) == digest:
-                return Artifact(wanted.path, digest, data, source.label), reasons
-            reasons.append(CorruptError(f"{source.label}: sha256 of {wanted.path} is {found}, expected {digest}"))
+            if (actual := digest_of(data)) == digest:
+                return Artifact(request.path, digest, data, source.label), reasons
+            reasons.append(CorruptError(f"{source.label}: sha256 of {request.path} is {actual}, expected {digest}"))
         return None, reasons
 
-    def over_network(self, pin: Pin, wanted: Wanted) -> Artifact:
+    def over_network(self, pin: Pin, request: FileRequest) -> Artifact:
         """Into the store and from there, which logs one line with name, bytes and seconds.
 
         Raises:
@@ -108,26 +108,26 @@ class ArtifactLoader:
             StoreError: the store is full or cannot be written.
         """
         began = time.monotonic()
-        outcome = self.into_store(pin, [wanted], 1, None)[0]
+        outcome = self.into_store(pin, [request], 1, None)[0]
         if outcome.error is not None:
             if isinstance(outcome.error, SourceError):
                 raise SourceError(with_hint(outcome.error, pin))
             raise outcome.error
-        data = self._store.read(listed_digest(wanted), wanted.limit)
+        data = self._store.read(listed_digest(request), request.limit)
         origin = outcome.source or str(self._store.root)
         seconds = time.monotonic() - began
-        _log.info("fetched %s: %d bytes in %.3f s from %s", wanted.path, len(data), seconds, origin)
-        return Artifact(wanted.path, listed_digest(wanted), data, origin)
+        _log.info("fetched %s: %d bytes in %.3f s from %s", request.path, len(data), seconds, origin)
+        return Artifact(request.path, listed_digest(request), data, origin)
 
     def into_store(
         self,
         pin: Pin,
-        wanted: Sequence[Wanted],
+        requests: Sequence[FileRequest],
         jobs: int,
         note: Callable[[Outcome], None] | None,
         beat: Callable[[], None] | None = None,
     ) -> list[Outcome]:
-        """Fetch ``wanted``, ``jobs`` at a time, and return the outcomes; ``note`` is told of each, ``beat`` of time.
+        """Fetch ``requests``, ``jobs`` at a time, and return the outcomes; ``note`` is told of each, ``beat`` of time.
 
         Raises:
             StoreError: the store is full or cannot be written.
@@ -141,13 +141,16 @@ class ArtifactLoader:
 
         def threads() -> ThreadWorkerPool:
             return ThreadWorkerPool(
-                self._store, lambda progress: self._sources.open(specs, progress), self._policy, min(jobs, len(wanted))
+                self._store,
+                lambda progress: self._sources.open(specs, progress),
+                self._policy,
+                min(jobs, len(requests)),
             )
 
         def pool() -> WorkerPool:
-            return hire(self._sources.order(specs), threads, jobs, len(wanted))
+            return hire(self._sources.order(specs), threads, jobs, len(requests))
 
-        return fetch_objects(self._store, wanted, pool, policy=self._policy, on_outcome=note, on_beat=beat)
+        return fetch_objects(self._store, requests, pool, policy=self._policy, on_outcome=note, on_beat=beat)
 
 
 def _apart(error: CubinRuntimeError, outer: BaseException | None) -> CubinRuntimeError:
@@ -160,7 +163,7 @@ def _apart(error: CubinRuntimeError, outer: BaseException | None) -> CubinRuntim
     return error
 
 
-def listed_digest(wanted: Wanted) -> str:
+def listed_digest(request: FileRequest) -> str:
     """The digest of a file that a manifest or a pin lists."""
-    assert wanted.sha256 is not None
-    return wanted.sha256
+    assert request.sha256 is not None
+    return request.sha256

@@ -7,7 +7,7 @@ import threading
 from ...errors import CorruptError, MissingError, PinError, SourceError, StoreError
 from ..manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest
 from ..pins.pin import Pin, read_manifest
-from ..sources.source import Wanted
+from ..sources.source import FileRequest
 from ..sources.source_list import SourceList, remedy, with_hint
 from ..store.store import Store
 from .loader import ArtifactLoader, listed_digest
@@ -38,14 +38,14 @@ class PinnedManifests:
         known = self._manifests.get(pin.manifest_sha256)
         if known is not None:
             return known
-        wanted = manifest_wanted(pin)
-        found, reasons = self._loader.at_hand(pin, wanted)
+        request = manifest_request(pin)
+        content, reasons = self._loader.at_hand(pin, request)
         unreadable = next((reason for reason in reasons if isinstance(reason, StoreError)), None)
-        if found is not None:
-            data, origin = found.data, found.origin
+        if content is not None:
+            data, origin = content.data, content.origin
         elif network:
             try:
-                data, origin = self._from_network(pin, wanted)
+                data, origin = self._from_network(pin, request)
             except SourceError as error:
                 raise error if unreadable is None else StoreError(f"{unreadable}; {error}") from None
         else:
@@ -63,15 +63,15 @@ class PinnedManifests:
             self._bytes[pin.manifest_sha256] = data
             return self._manifests.setdefault(pin.manifest_sha256, manifest)
 
-    def _from_network(self, pin: Pin, wanted: Wanted) -> tuple[bytes, str]:
+    def _from_network(self, pin: Pin, request: FileRequest) -> tuple[bytes, str]:
         """Through the store if it is writable, so that processes that start together download it once."""
         try:
             if not self._sources.has_network(pin) or not self._can_write():
-                return self._sources.read(self._sources.specs(pin), wanted)
-            outcome = self._loader.into_store(pin, [wanted], 1, None)[0]
+                return self._sources.read(self._sources.specs(pin), request)
+            outcome = self._loader.into_store(pin, [request], 1, None)[0]
             if outcome.error is not None:
                 raise outcome.error
-            return self._store.read(listed_digest(wanted), wanted.limit), outcome.source or str(self._store.root)
+            return self._store.read(listed_digest(request), request.limit), outcome.source or str(self._store.root)
         except CorruptError as error:
             raise PinError(f"the manifest of {pin.name!r} is not the pinned one: {error}") from None
         except SourceError as error:
@@ -85,7 +85,7 @@ class PinnedManifests:
         return True
 
 
-def manifest_wanted(pin: Pin, *, any_digest: bool = False) -> Wanted:
+def manifest_request(pin: Pin, *, any_digest: bool = False) -> FileRequest:
     """The manifest as a file to fetch; ``any_digest``: with any digest, for a caller that compares it."""
     digest = None if any_digest else pin.manifest_sha256
-    return Wanted(pin.path.child(MANIFEST_NAME), pin.path, digest, MAX_MANIFEST_BYTES)
+    return FileRequest(pin.path.child(MANIFEST_NAME), pin.path, digest, MAX_MANIFEST_BYTES)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 
 from ...errors import SourceError
-from ..sources.source import Wanted
+from ..sources.source import FileRequest
 from ..sources.source_list import WorkOrder
 from .worker_pool import Outcome, ThreadWorkerPool, WorkerPool
 from .worker_process import Message
@@ -53,7 +53,7 @@ class ProcessWorkerPool:
     def __init__(self, order: WorkOrder, jobs: int, processes: int) -> None:
         threads = -(-jobs // processes)
         self.jobs = threads * processes
-        self._backlog: deque[Wanted] = deque()
+        self._backlog: deque[FileRequest] = deque()
         self._depth = 2 * threads + _BATCH
         self._workers: list[_Worker] = []
         try:
@@ -82,7 +82,7 @@ class ProcessWorkerPool:
         """Process ids of the workers."""
         return tuple(worker.process.pid for worker in self._workers)
 
-    def give(self, items: Sequence[Wanted]) -> None:
+    def give(self, items: Sequence[FileRequest]) -> None:
         """See ``WorkerPool.give``."""
         self._backlog.extend(items)
         self._feed()

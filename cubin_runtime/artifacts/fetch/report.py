@@ -9,7 +9,7 @@ from urllib.parse import quote
 from ...errors import CorruptError, SourceError
 from ...values import dataclass
 from ..pins.pin import Pin
-from ..sources.source import Wanted
+from ..sources.source import FileRequest
 from ..sources.source_list import with_hint
 from .worker_pool import Outcome
 
@@ -40,8 +40,8 @@ class FetchReport:
 
 def report_of(
     pin: Pin,
-    wanted: Sequence[Wanted],
-    missing: Sequence[Wanted],
+    requests: Sequence[FileRequest],
+    missing: Sequence[FileRequest],
     about: int,
     outcomes: Sequence[Outcome],
     seconds: float,
@@ -51,7 +51,7 @@ def report_of(
     names = Counter(one.sha256 for one in missing)
     failed = [outcome for outcome in outcomes if outcome.error is not None]
     if failed:
-        _raise_failures(pin, len(wanted), failed)
+        _raise_failures(pin, len(requests), failed)
     by_source: Counter[str] = Counter()
     for outcome in outcomes:
         if outcome.source is not None:
@@ -59,8 +59,8 @@ def report_of(
     fetched = sum(by_source.values())
     return FetchReport(
         pin=pin.name,
-        chosen=len(wanted),
-        present=len(wanted) - (len(missing) if dry_run else fetched),
+        chosen=len(requests),
+        present=len(requests) - (len(missing) if dry_run else fetched),
         missing=len(missing) if dry_run else 0,
         fetched=fetched,
         bytes=sum(outcome.size for outcome in outcomes),
@@ -68,7 +68,7 @@ def report_of(
         seconds=seconds,
         dry_run=dry_run,
         by_source=dict(by_source),
-        saves_about_bytes=pin.estimate(max(0, pin.files - len(wanted))),
+        saves_about_bytes=pin.estimate(max(0, pin.files - len(requests))),
     )
 
 

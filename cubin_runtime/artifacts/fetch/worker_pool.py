@@ -10,7 +10,7 @@ from typing import Protocol
 
 from ...values import dataclass
 from ..sources.failover import FetchPolicy, Progress, read_with_failover
-from ..sources.source import Source, Wanted
+from ..sources.source import FileRequest, Source
 from ..store.store import Store
 
 _JOIN_SECONDS = 2.0
@@ -20,7 +20,7 @@ _JOIN_SECONDS = 2.0
 class Outcome:
     """The outcome of one object: ``source`` None: it was there already; ``error`` None: it is there now."""
 
-    wanted: Wanted
+    wanted: FileRequest
     source: str | None = None
     size: int = 0
     error: Exception | None = None
@@ -36,7 +36,7 @@ class WorkerPool(Protocol):
     def ticks(self) -> int:
         """A counter that grows with received bytes: it shows progress, not only that workers are alive."""
 
-    def give(self, items: Sequence[Wanted]) -> None:
+    def give(self, items: Sequence[FileRequest]) -> None:
         """Queue work; returns at once."""
 
     def take(self, timeout: float) -> list[Outcome]:
@@ -65,7 +65,7 @@ class ThreadWorkerPool:
         self._open_sources = open_sources
         self._policy = policy
         self._progress = Progress(policy, jobs)
-        self._tasks: queue.SimpleQueue[Wanted | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[FileRequest | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
 
@@ -74,7 +74,7 @@ class ThreadWorkerPool:
         """See ``WorkerPool.ticks``."""
         return self._progress.ticks
 
-    def give(self, items: Sequence[Wanted]) -> None:
+    def give(self, items: Sequence[FileRequest]) -> None:
         """See ``WorkerPool.give``."""
         for item in items:
             self._tasks.put(item)
@@ -106,17 +106,17 @@ class ThreadWorkerPool:
         """One worker: its own sources, one object after another, until the fetch ends or stops."""
         sources: Sequence[Source] = ()
         opened = False
-        while (wanted := self._tasks.get()) is not None and not self._progress.stop.is_set():
+        while (request := self._tasks.get()) is not None and not self._progress.stop.is_set():
             try:
                 if not opened:
                     sources, opened = self._open_sources(self._progress), True
-                data, label = read_with_failover(wanted, sources, self._policy, self._progress)
-                assert wanted.sha256 is not None
-                self._store.put(wanted.sha256, data)
-                outcome = Outcome(wanted, label, len(data))
+                data, label = read_with_failover(request, sources, self._policy, self._progress)
+                assert request.sha256 is not None
+                self._store.put(request.sha256, data)
+                outcome = Outcome(request, label, len(data))
                 del data  # else each waiting worker keeps its last object
             except Exception as error:
-                outcome = Outcome(wanted, error=error)
+                outcome = Outcome(request, error=error)
             finally:
                 self._progress.large_is_done()
             self._results.put(outcome)

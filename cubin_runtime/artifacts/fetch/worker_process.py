@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from ...errors import CubinRuntimeError
 from ...process_memory import give_back_large_blocks
 from ...values import dataclass
-from ..sources.source import Wanted
+from ..sources.source import FileRequest
 from ..sources.source_list import SourceList, WorkOrder
 from ..store.store import Store
 from .worker_pool import Outcome, ThreadWorkerPool
@@ -38,7 +38,7 @@ class Message:
 
 
 def main(descriptor: int) -> None:
-    """Serve the pipe until it ends; the first message is a ``WorkOrder``, all others are lists of ``Wanted``."""
+    """Serve the pipe until it ends; the first message is a ``WorkOrder``, all others are lists of ``FileRequest``."""
     give_back_large_blocks()
     connection = Connection(descriptor)
     order: WorkOrder = connection.recv()
@@ -59,7 +59,7 @@ def main(descriptor: int) -> None:
     threading.Thread(target=_answer, args=(connection, pool, lines), daemon=True).start()
     try:
         while True:
-            items: list[Wanted] = connection.recv()
+            items: list[FileRequest] = connection.recv()
             pool.give(items)
     except (EOFError, OSError):
         pool.stop()

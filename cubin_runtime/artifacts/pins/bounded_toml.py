@@ -48,8 +48,8 @@ def read_toml(data: bytes, origin: str) -> dict[str, Any]:
 def _over_a_bound(text: str) -> str | None:  # noqa: C901
     """Say what of a document is deeper, longer or more than any pin file needs; looks at each byte once."""
     depth = parts = values = lines = 0
-    for found in _TOKEN.finditer(text):
-        token = found[0]
+    for piece in _TOKEN.finditer(text):
+        token = piece[0]
         if token in "[{":
             depth, parts, values = depth + 1, 0, values + 1
         elif token in "]}":
@@ -61,11 +61,11 @@ def _over_a_bound(text: str) -> str | None:  # noqa: C901
         elif token == ".":
             parts += 1
         elif len(token) > MAX_WORD_BYTES and token[0] not in "\"'#":
-            return f"a word of more than {MAX_WORD_BYTES} bytes, at character {found.start()}"
+            return f"a word of more than {MAX_WORD_BYTES} bytes, at character {piece.start()}"
         if depth > MAX_DEPTH:
-            return f"brackets nested more than {MAX_DEPTH} deep, at character {found.start()}"
+            return f"brackets nested more than {MAX_DEPTH} deep, at character {piece.start()}"
         if parts >= MAX_KEY_PARTS:
-            return f"a key of more than {MAX_KEY_PARTS} parts, at character {found.start()}"
+            return f"a key of more than {MAX_KEY_PARTS} parts, at character {piece.start()}"
         if max(values, lines) > MAX_VALUES:
             return f"more than {MAX_VALUES} keys, values or lines"
     return None

@@ -100,7 +100,7 @@ def _releases(folder: str, digest: object, by_target: object) -> Iterator[tuple[
 
 def _pin(name: str, path: str, digest: str, group: str, origin: str) -> Pin:
     try:
-        made = Pin(
+        pin = Pin(
             name=name,
             path=ArtifactPath(path.rstrip("/")),
             manifest_sha256=digest,
@@ -113,7 +113,7 @@ def _pin(name: str, path: str, digest: str, group: str, origin: str) -> Pin:
             sources=(REPOSITORY,),
             groups=(group,),
         )
-        return parse_pins(format_pin(made).encode(), origin)[0]
+        return parse_pins(format_pin(pin).encode(), origin)[0]
     except UnicodeEncodeError:
         raise PinError(f"{origin}: {_FILE}: {path!r} is not valid Unicode") from None
     except CubinRuntimeError as error:
@@ -122,7 +122,7 @@ def _pin(name: str, path: str, digest: str, group: str, origin: str) -> Pin:
 
 def _constants(tree: ast.Module, name: str) -> dict[str, object]:
     """Return what a class of constants assigns, as far as it is literal."""
-    found: dict[str, object] = {}
+    constants: dict[str, object] = {}
     for node in tree.body:
         if not isinstance(node, ast.ClassDef) or node.name != name:
             continue
@@ -133,8 +133,8 @@ def _constants(tree: ast.Module, name: str) -> dict[str, object]:
             # what is computed, such as the table of all manifests, is passed over
             with suppress(ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
                 value = ast.literal_eval(line.value)
-                found |= {target.id: value for target in targets if isinstance(target, ast.Name)}
-    return found
+                constants |= {target.id: value for target in targets if isinstance(target, ast.Name)}
+    return constants
 
 
 def _from_wheel(file: Path) -> tuple[str, bytes]:

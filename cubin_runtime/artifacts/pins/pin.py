@@ -62,9 +62,9 @@ def read_manifest(pin: Pin, data: bytes, origin: str) -> Manifest:
         PinError: the digest or the number of files is not the pinned one.
         CorruptError: the pinned bytes are not a manifest.
     """
-    found = digest_of(data)
-    if found != pin.manifest_sha256:
-        raise PinError(f"{origin}: sha256 is {found}, pin {pin.name!r} says {pin.manifest_sha256}")
+    digest = digest_of(data)
+    if digest != pin.manifest_sha256:
+        raise PinError(f"{origin}: sha256 is {digest}, pin {pin.name!r} says {pin.manifest_sha256}")
     manifest = parse_manifest(data, pin.path, f"{origin}: {pin.path.child(MANIFEST_NAME)}")
     if pin.files not in (0, len(manifest.digests)):
         raise PinError(f"{origin}: lists {len(manifest.digests)} files, pin {pin.name!r} says {pin.files}")

@@ -42,7 +42,7 @@ def make_pin(
         PinError: ``name``, ``abi`` or ``licence`` is outside its domain.
     """
     manifest = None if manifest_data is None else parse_manifest(manifest_data, folder, origin)
-    made = Pin(
+    pin = Pin(
         name=name or re.sub(r"[^A-Za-z0-9._+-]", "-", folder.text).lstrip("._+-")[:128] or "release",
         path=folder,
         manifest_sha256=(sha256 or "") if manifest is None else manifest.sha256,
@@ -54,17 +54,17 @@ def make_pin(
         licence=licence,
         sources=sources,
     )
-    return parse_pins(format_pin(made).encode(), "pin")[0]
+    return parse_pins(format_pin(pin).encode(), "pin")[0]
 
 
-def add_pin(file: Path, pin: Pin, known: PinSet, given: Collection[str] = ()) -> bool:
+def add_pin(file: Path, pin: Pin, known: PinSet, options: Collection[str] = ()) -> bool:
     """Append a pin to a user's file, whole or not at all; False if the release was pinned with that digest.
 
-    ``given`` are names of fields in which a pin that is there must be equal, as they were asked for. Processes that
+    ``options`` are names of fields in which a pin that is there must be equal, as they were asked for. Processes that
     change the file at the same time do so one after another.
 
     Raises:
-        PinError: another pin disagrees, the one that is there differs in ``given``, or the file cannot be written.
+        PinError: another pin disagrees, the one that is there differs in ``options``, or the file cannot be written.
     """
     with _changed_alone(file):
         text = _read(file) if _is_there(file) else ""
@@ -72,7 +72,7 @@ def add_pin(file: Path, pin: Pin, known: PinSet, given: Collection[str] = ()) ->
         now = PinSet([*others, *((one, str(file)) for one in parse_pins(text.encode(), str(file)))])
         there = next((one for one in now if one.path == pin.path), None)
         if there is not None and there.manifest_sha256 == pin.manifest_sha256:
-            _refuse_to_change(there, pin, given)
+            _refuse_to_change(there, pin, options)
             return False
         PinSet([*((one, now.origin(one)) for one in now), (pin, str(file))])
         replace_file(file, (text + ("\n" if text else "") + format_pin(pin)).encode())
@@ -103,12 +103,12 @@ def add_group(file: Path, pins: Sequence[Pin], known: PinSet) -> tuple[Pin, ...]
     return tuple(added)
 
 
-def _refuse_to_change(there: Pin, wanted: Pin, given: Collection[str]) -> None:
-    for field in given:
-        if getattr(there, field) != getattr(wanted, field):
+def _refuse_to_change(there: Pin, new: Pin, options: Collection[str]) -> None:
+    for field in options:
+        if getattr(there, field) != getattr(new, field):
             raise PinError(
                 f"{there.path} is pinned already, as {there.name!r} with {field} {getattr(there, field)!r} and not "
-                f"{getattr(wanted, field)!r}; run 'unpin' first"
+                f"{getattr(new, field)!r}; run 'unpin' first"
             )
 
 

@@ -103,14 +103,14 @@ def _signatures(data: bytes, origin: str) -> list[bytes]:
     if len(data) == _SIGNATURE_BYTES:
         return [data]
     try:
-        found = [base64.b64decode(line, validate=True) for line in data.split()]
+        signatures = [base64.b64decode(line, validate=True) for line in data.split()]
     except (binascii.Error, ValueError):
-        found = []
-    if not 0 < len(found) <= MAX_SIGNATURES or any(len(one) != _SIGNATURE_BYTES for one in found):
+        signatures = []
+    if not 0 < len(signatures) <= MAX_SIGNATURES or any(len(one) != _SIGNATURE_BYTES for one in signatures):
         raise SignatureError(
             f"{origin}: expected an Ed25519 signature of 64 bytes, or up to {MAX_SIGNATURES} lines of base64 of them"
         )
-    return found
+    return signatures
 
 
 def _keys_of(text: str) -> list[PinKey]:
@@ -120,7 +120,7 @@ def _keys_of(text: str) -> list[PinKey]:
     if _RAW_KEY.fullmatch(text):
         return [_key(Ed25519PublicKey.from_public_bytes(bytes.fromhex(text)), KEYS_VARIABLE)]
     data = read_small_file(local_path(text, KEYS_VARIABLE), MAX_KEY_FILE_BYTES, "pin keys")
-    found: list[PinKey] = []
+    keys: list[PinKey] = []
     for block in _PEM_KEY.findall(data):
         try:
             loaded = serialization.load_pem_public_key(block)
@@ -128,10 +128,10 @@ def _keys_of(text: str) -> list[PinKey]:
             raise SignatureError(f"{text}: a public key cannot be read: {type(error).__name__}") from None
         if not isinstance(loaded, Ed25519PublicKey):
             raise SignatureError(f"{text}: expected Ed25519 public keys, got a {type(loaded).__name__}")
-        found.append(_key(loaded, text))
-    if not found:
+        keys.append(_key(loaded, text))
+    if not keys:
         raise SignatureError(f"{text}: has no PEM block 'PUBLIC KEY'")
-    return found
+    return keys
 
 
 def _key(public: Ed25519PublicKey, origin: str) -> PinKey:

@@ -112,8 +112,8 @@ def _is_newer(file: Path, said: Statement, signed: Sequence[str], seen: Mapping[
 
 def _versions(state: Path) -> Mapping[str, int]:
     try:
-        found: Any = json.loads(read_regular(state, MAX_STATE_BYTES))
-        versions: dict[str, int] = found["versions"]
+        document: Any = json.loads(read_regular(state, MAX_STATE_BYTES))
+        versions: dict[str, int] = document["versions"]
         if all(type(version) is int for version in versions.values()):
             return versions
         reason = "it is damaged"

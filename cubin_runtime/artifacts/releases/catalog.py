@@ -51,41 +51,45 @@ class Catalog:
         for path, digest in self.manifest.digests.items():
             yield Entry(path, digest, self.row_of(path.text[skip:]))
 
-    def kept_by(self, wanted: KernelFilter) -> tuple[Entry, ...]:
+    def kept_by(self, kernel_filter: KernelFilter) -> tuple[Entry, ...]:
         """Files of the kernels that a filter keeps; an empty filter keeps every file, metadata included.
 
         Raises:
             UsageError: the filter looks at metadata and the release has none.
         """
-        if wanted.is_empty:
+        if kernel_filter.is_empty:
             return tuple(self)
-        if wanted.needs_metadata and not self.has_metadata and (wanted.needs_rows or not self._names_targets()):
+        if (
+            kernel_filter.needs_metadata
+            and not self.has_metadata
+            and (kernel_filter.needs_rows or not self._names_targets())
+        ):
             raise UsageError(f"{self.manifest.folder}: has no kernel metadata, only globs (match) can filter it")
         entries = tuple(self)
-        if not is_stated(wanted, (entry.row for entry in entries if entry.row is not None)):
+        if not is_stated(kernel_filter, (entry.row for entry in entries if entry.row is not None)):
             return ()
-        return tuple(entry for entry in entries if self._keeps(wanted, entry))
+        return tuple(entry for entry in entries if self._keeps(kernel_filter, entry))
 
     def _names_targets(self) -> bool:
         return any(architecture_of_name(path.name) is not None for path in self.manifest.digests)
 
-    def chosen_by(self, wanted: KernelFilter) -> tuple[Entry, ...]:
+    def chosen_by(self, kernel_filter: KernelFilter) -> tuple[Entry, ...]:
         """As ``kept_by``, but an error if the result is empty.
 
         Raises:
             UsageError: nothing passes; the message names the value that no kernel has, and the existing values.
         """
-        if not (kept := self.kept_by(wanted)):
+        if not (kept := self.kept_by(kernel_filter)):
             rows = [entry.row for entry in self if entry.row is not None]
-            raise UsageError(f"{self.manifest.folder}: {why_nothing_passes(wanted, rows)}")
+            raise UsageError(f"{self.manifest.folder}: {why_nothing_passes(kernel_filter, rows)}")
         return kept
 
-    def _keeps(self, wanted: KernelFilter, entry: Entry) -> bool:
+    def _keeps(self, kernel_filter: KernelFilter, entry: Entry) -> bool:
         if entry.row is not None:
-            return wanted.keeps(entry.row)
+            return kernel_filter.keeps(entry.row)
         relative = entry.path.relative_to(self.manifest.folder)
-        by_name = not wanted.needs_metadata if self.has_metadata else not wanted.needs_rows
-        return by_name and wanted.keeps_file(relative)
+        by_name = not kernel_filter.needs_metadata if self.has_metadata else not kernel_filter.needs_rows
+        return by_name and kernel_filter.keeps_file(relative)
 
 
 def open_catalog(library: Library, pin: Pin, *, fetch: bool) -> Catalog:
@@ -143,22 +147,24 @@ def open_kernel_index(library: Library, pin: Pin, *, fetch: bool) -> MetadataInd
     return MetadataIndex(data)
 
 
-def chosen_paths(library: Library, pin: Pin, wanted: KernelFilter, *, fetch: bool) -> tuple[ArtifactPath, ...] | None:
+def chosen_paths(
+    library: Library, pin: Pin, kernel_filter: KernelFilter, *, fetch: bool
+) -> tuple[ArtifactPath, ...] | None:
     """Paths that a filter keeps, for fetch and verify; None for all. Metadata always comes along.
 
     Raises:
         UsageError: the filter keeps no kernel at all, or the release has no metadata to filter by.
     """
-    if wanted.is_empty:
+    if kernel_filter.is_empty:
         return None
     try:
         catalog = open_catalog(library, pin, fetch=fetch)
     except CorruptError:
-        if pin.abi is not None or wanted.needs_rows:
+        if pin.abi is not None or kernel_filter.needs_rows:
             raise
         # metadata in a form of later releases: file names tell the target
         catalog = Catalog(library.manifest(pin), lambda _: None, has_metadata=False)
-    kept = [entry.path for entry in catalog.chosen_by(wanted)]
+    kept = [entry.path for entry in catalog.chosen_by(kernel_filter)]
     metadata = (pin.path.child(name) for name in (FILE_NAME, HEADER_PATH))
     kept += [path for path in metadata if path in catalog.manifest.digests and path not in set(kept)]
     return tuple(kept)

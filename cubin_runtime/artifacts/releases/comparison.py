@@ -41,7 +41,7 @@ class ReleaseDiff:
     metadata: bool
 
 
-def compare_releases(library: Library, old: Pin, new: Pin, wanted: KernelFilter | None = None) -> ReleaseDiff:
+def compare_releases(library: Library, old: Pin, new: Pin, kernel_filter: KernelFilter | None = None) -> ReleaseDiff:
     """Compare two pinned releases by their manifests; nothing but manifests is fetched.
 
     A filter keeps what passes it in either release; filters on metadata need it to be available locally.
@@ -50,13 +50,17 @@ def compare_releases(library: Library, old: Pin, new: Pin, wanted: KernelFilter 
         PinError, SourceError: a manifest is not available.
         UsageError: the filter needs metadata that is not available locally, or keeps nothing of either release.
     """
-    wanted = wanted or KernelFilter()
+    kernel_filter = kernel_filter or KernelFilter()
     catalogs = (_catalog(library, old), _catalog(library, new))
     before, after = (_digests(catalog) for catalog in catalogs)
-    kept = None if wanted.is_empty else {_name(one, entry) for one in catalogs for entry in one.kept_by(wanted)}
+    kept = (
+        None
+        if kernel_filter.is_empty
+        else {_name(one, entry) for one in catalogs for entry in one.kept_by(kernel_filter)}
+    )
     if kept is not None and not kept:
         for catalog in catalogs:
-            catalog.chosen_by(wanted)
+            catalog.chosen_by(kernel_filter)
 
     def only_in(one: Mapping[str, str], other: Mapping[str, str]) -> tuple[str, ...]:
         return tuple(sorted(name for name in one if name not in other and (kept is None or name in kept)))

@@ -158,14 +158,14 @@ def mirror(
 
 def _items(library: Library, chosen: Chosen) -> list[_Item]:
     """The files to write, by path: the chosen files, and the manifest of each release."""
-    found: dict[ArtifactPath, _Item] = {}
+    items: dict[ArtifactPath, _Item] = {}
     for pin, paths in chosen:
         manifest = manifest_at_hand(library, pin)
         own = pin.path.child(MANIFEST_NAME)
-        found[own] = _Item(own, pin.manifest_sha256, MAX_MANIFEST_BYTES, pin, True)
+        items[own] = _Item(own, pin.manifest_sha256, MAX_MANIFEST_BYTES, pin, True)
         for path in paths:
-            found[path] = _Item(path, manifest.digests[path], pin.max_file_bytes, pin, False)
-    return [found[path] for path in sorted(found)]
+            items[path] = _Item(path, manifest.digests[path], pin.max_file_bytes, pin, False)
+    return [items[path] for path in sorted(items)]
 
 
 def _read(library: Library, items: Sequence[_Item], item: _Item) -> bytes:

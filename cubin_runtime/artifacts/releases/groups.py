@@ -50,33 +50,35 @@ def folder_facts(folder: ArtifactPath) -> FolderFacts:
     return FolderFacts(frozenset(words), cpu, target)
 
 
-def narrowed(group: str, pins: Sequence[Pin], wanted: KernelFilter, cpu: str | None) -> list[tuple[Pin, KernelFilter]]:
+def narrowed(
+    group: str, pins: Sequence[Pin], kernel_filter: KernelFilter, cpu: str | None
+) -> list[tuple[Pin, KernelFilter]]:
     """The releases of a group that a filter asks for, and what is left to filter by inside each.
 
     Raises:
         UsageError: none is asked for.
     """
-    found: list[tuple[Pin, KernelFilter]] = []
+    groups: list[tuple[Pin, KernelFilter]] = []
     for pin in pins:
         facts = folder_facts(pin.path)
-        left = _left(facts, wanted)
+        left = _left(facts, kernel_filter)
         if left is not None and (cpu is None or facts.cpu in (None, cpu)):
-            found.append((pin, left))
-    if not found:
+            groups.append((pin, left))
+    if not groups:
         words = sorted({word for pin in pins for word in folder_facts(pin.path).families})
         raise UsageError(f"{group}: no release of it matches the filters; its families are {', '.join(words)}")
-    return found
+    return groups
 
 
-def _left(facts: FolderFacts, wanted: KernelFilter) -> KernelFilter | None:
+def _left(facts: FolderFacts, kernel_filter: KernelFilter) -> KernelFilter | None:
     """The filter without what holds for the whole release; None if it keeps nothing of it."""
     if facts.target is not None or facts.families & _WITHOUT_TARGETS:
-        if wanted.sm is not None and facts.target is not None and not facts.target.runs_on(wanted.sm):
+        if kernel_filter.sm is not None and facts.target is not None and not facts.target.runs_on(kernel_filter.sm):
             return None
-        wanted = replace(wanted, sm=None)
-    if wanted.families:
-        if facts.families & set(wanted.families):
-            return replace(wanted, families=())
-        if _WITH_ROWS not in facts.families or not set(wanted.families) <= _ROW_WORDS:
+        kernel_filter = replace(kernel_filter, sm=None)
+    if kernel_filter.families:
+        if facts.families & set(kernel_filter.families):
+            return replace(kernel_filter, families=())
+        if _WITH_ROWS not in facts.families or not set(kernel_filter.families) <= _ROW_WORDS:
             return None
-    return wanted
+    return kernel_filter

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ...errors import CubinRuntimeError
 from ...values import dataclass
-from ..fetch.pinned_manifests import manifest_wanted
+from ..fetch.pinned_manifests import manifest_request
 from ..sources.failover import FetchPolicy
 from ..sources.http_pace import HttpLimits
 from ..sources.source_list import SourceList
@@ -78,7 +78,7 @@ def _try(sources: SourceList, pin: Pin, spec: SourceSpec) -> SourceTrial:
     began = time.monotonic()
     problem = None
     try:
-        sources.read((spec,), manifest_wanted(pin))
+        sources.read((spec,), manifest_request(pin))
     except CubinRuntimeError as error:
         _, _, reason = str(error).partition(":\n  ")
         problem = reason.removeprefix(spec.label).lstrip(": ") or str(error)

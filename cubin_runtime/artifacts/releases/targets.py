@@ -31,24 +31,24 @@ def resolved(library: Library, target: str) -> str:
         return target
     except PinError as error:
         unknown = error
-    found: list[str] = []
+    names: list[str] = []
     name = target.strip("/")
     for pin in library.pins:
         with suppress(CubinRuntimeError):
             for path in manifest_at_hand(library, pin).digests:
                 file = path.text[len(pin.path.text) + 1 :]
                 if name in (file, path.name, path.name.removesuffix(".cubin")):
-                    found.append(path.text)
-    if not found:
+                    names.append(path.text)
+    if not names:
         raise PinError(f"{unknown}; and no local release has a file or kernel of that name") from None
-    if len(found) > 1:
-        shown = ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
+    if len(names) > 1:
+        shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
         raise UsageError(f"{target!r} is the name of several files: {shown}")
-    return found[0]
+    return names[0]
 
 
 def expanded(
-    library: Library, targets: Sequence[str], wanted: KernelFilter, cpu: str | None = None
+    library: Library, targets: Sequence[str], kernel_filter: KernelFilter, cpu: str | None = None
 ) -> list[tuple[str, KernelFilter]]:
     """The targets, the releases of a group one by one, each with the filter that is left for it.
 
@@ -56,19 +56,19 @@ def expanded(
         PinError: see ``resolved``.
         UsageError: the filters leave nothing of a group, or a name is that of several files.
     """
-    found: list[tuple[str, KernelFilter]] = []
+    choices: list[tuple[str, KernelFilter]] = []
     for target in targets:
         if pins := library.pins.group(target):
-            found += [(pin.name, left) for pin, left in narrowed(target, pins, wanted, cpu)]
+            choices += [(pin.name, left) for pin, left in narrowed(target, pins, kernel_filter, cpu)]
         else:
-            found.append((resolved(library, target), wanted))
-    return found
+            choices.append((resolved(library, target), kernel_filter))
+    return choices
 
 
-def chosen(library: Library, pin: Pin, target: str, wanted: KernelFilter) -> tuple[ArtifactPath, ...]:
+def chosen(library: Library, pin: Pin, target: str, kernel_filter: KernelFilter) -> tuple[ArtifactPath, ...]:
     """Paths that a target and the filters choose; metadata comes over the network unless that is switched off."""
     asked = library.select(pin, None if target == pin.name else target)
-    kept = chosen_paths(library, pin, wanted, fetch=not library.config.offline)
+    kept = chosen_paths(library, pin, kernel_filter, fetch=not library.config.offline)
     if kept is None:
         return asked
     inside = set(kept)
@@ -76,18 +76,18 @@ def chosen(library: Library, pin: Pin, target: str, wanted: KernelFilter) -> tup
 
 
 def chosen_at_hand(
-    library: Library, targets: Sequence[str], wanted: KernelFilter, cpu: str | None = None
+    library: Library, targets: Sequence[str], kernel_filter: KernelFilter, cpu: str | None = None
 ) -> list[tuple[Pin, tuple[ArtifactPath, ...]]]:
     """Return what several targets choose, each release once, in the order of the manifests; nothing is fetched.
 
     Raises:
         MissingError: a release's manifest or metadata is not available locally.
     """
-    found: dict[str, tuple[Pin, set[ArtifactPath]]] = {}
-    for target, left in expanded(library, targets, wanted, cpu):
+    choices: dict[str, tuple[Pin, set[ArtifactPath]]] = {}
+    for target, left in expanded(library, targets, kernel_filter, cpu):
         pin = library.pins.get(target)
         manifest_at_hand(library, pin)
-        found.setdefault(pin.name, (pin, set()))[1].update(chosen(library, pin, target, left))
+        choices.setdefault(pin.name, (pin, set()))[1].update(chosen(library, pin, target, left))
     return [
-        (pin, tuple(path for path in library.manifest(pin).digests if path in paths)) for pin, paths in found.values()
+        (pin, tuple(path for path in library.manifest(pin).digests if path in paths)) for pin, paths in choices.values()
     ]

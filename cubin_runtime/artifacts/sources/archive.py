@@ -12,7 +12,7 @@ from ..bounded_read import NotRegularError, TooLargeError, open_regular
 from ..manifest import MANIFEST_NAME
 from ..path import ArtifactPath
 from ..zip_reader import ZipDirectory, ZipError, read_directory, read_member
-from .source import NotHereError, TooMuchError, Wanted
+from .source import FileRequest, NotHereError, TooMuchError
 
 
 class ArchiveSource:
@@ -55,8 +55,8 @@ class ArchiveSource:
         """Return what stands in front of the paths of a release; None if its manifest is not here."""
         if folder not in self._prefixes:
             tail = f"{folder}/{MANIFEST_NAME}"
-            found = [n for n in self._manifests if n == tail or n.endswith("/" + tail)]
-            self._prefixes[folder] = min(found, key=len)[: -len(tail)] if found else None
+            members = [n for n in self._manifests if n == tail or n.endswith("/" + tail)]
+            self._prefixes[folder] = min(members, key=len)[: -len(tail)] if members else None
         return self._prefixes[folder]
 
     def _member(self, path: ArtifactPath, folder: ArtifactPath) -> str | None:
@@ -64,15 +64,15 @@ class ArchiveSource:
         name = None if prefix is None else prefix + path.text
         return name if name in self._directory.places else None
 
-    def read(self, wanted: Wanted) -> bytes:
-        """See ``Source.read``; stored or deflated members of at most ``wanted.limit`` bytes."""
+    def read(self, request: FileRequest) -> bytes:
+        """See ``Source.read``; stored or deflated members of at most ``request.limit`` bytes."""
         descriptor = self._open()
-        name = self._member(wanted.path, wanted.folder)
+        name = self._member(request.path, request.folder)
         if name is None:
-            raise NotHereError(f"{self.file} has no {wanted.path}")
-        where = f"{self.file}: {wanted.path}"
+            raise NotHereError(f"{self.file} has no {request.path}")
+        where = f"{self.file}: {request.path}"
         try:
-            return read_member(descriptor, name, self._directory.places[name], wanted.limit, where)
+            return read_member(descriptor, name, self._directory.places[name], request.limit, where)
         except TooLargeError as error:
             raise TooMuchError(str(error)) from None
         except ZipError as error:

@@ -10,7 +10,7 @@ from ...errors import SourceError
 from ..bounded_read import NotRegularError, TooLargeError, read_regular
 from ..manifest import MANIFEST_NAME
 from ..path import ArtifactPath
-from .source import NotHereError, TooMuchError, Wanted
+from .source import FileRequest, NotHereError, TooMuchError
 
 
 class DirectorySource:
@@ -22,19 +22,19 @@ class DirectorySource:
         self.root = root
         self.label = str(root)
 
-    def read(self, wanted: Wanted) -> bytes:
+    def read(self, request: FileRequest) -> bytes:
         """See ``Source.read``; links are followed (a tree may be a link farm) to regular files alone."""
-        tried = [self.root / wanted.path.text]
-        if wanted.sha256 is not None:
-            tried.append(self.root / "sha256" / wanted.sha256[:2] / wanted.sha256)
+        tried = [self.root / request.path.text]
+        if request.sha256 is not None:
+            tried.append(self.root / "sha256" / request.sha256[:2] / request.sha256)
         for file in tried:
             try:
-                return _read_file(file, wanted.limit)
+                return _read_file(file, request.limit)
             except NotHereError:
                 continue
         if not os.path.isdir(self.root):
             raise NotHereError(f"{self.root} is not a directory")
-        raise NotHereError(f"{self.root} has no {wanted.path}")
+        raise NotHereError(f"{self.root} has no {request.path}")
 
     def names(self, folder: ArtifactPath) -> set[str]:
         """All names below the folder, links and special files included, directories not.
@@ -67,13 +67,13 @@ class DirectorySource:
 
 def _names_below(base: str, without: Collection[str] = ()) -> set[str]:
     """Names of files and links below a folder; the folders ``without`` are left out."""
-    found: set[str] = set()
+    names: set[str] = set()
     for directory, folders, files in os.walk(base, onerror=_fail_unless_absent):
         prefix = "" if directory == base else f"{os.path.relpath(directory, base)}/"
         links = [name for name in folders if os.path.islink(os.path.join(directory, name))]
-        found.update(f"{prefix}{name}" for name in (*files, *links))
+        names.update(f"{prefix}{name}" for name in (*files, *links))
         folders[:] = [name for name in folders if f"{prefix}{name}" not in without]
-    return found
+    return names
 
 
 def _fail_unless_absent(error: OSError) -> None:

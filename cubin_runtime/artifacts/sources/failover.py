@@ -15,7 +15,7 @@ from ...errors import CorruptError, SourceError
 from ...values import dataclass
 from ..bounded_read import digest_of
 from ..store.locks import GIVE_UP_SECONDS, LONGEST_WAIT_SECONDS, TOUCH_SECONDS
-from .source import NotHereError, RetryableError, Source, TooMuchError, Wanted
+from .source import FileRequest, NotHereError, RetryableError, Source, TooMuchError
 
 LARGE_BYTES = 8 << 20
 HELD_BYTES = 96 << 20  # of all bodies together that the workers of one fetch have in memory
@@ -115,7 +115,7 @@ class Progress:
 
 
 def read_with_failover(
-    wanted: Wanted, sources: Sequence[Source], policy: FetchPolicy, progress: Progress
+    request: FileRequest, sources: Sequence[Source], policy: FetchPolicy, progress: Progress
 ) -> tuple[bytes, str]:
     """The verified bytes and the label of the first source that had them.
 
@@ -134,7 +134,7 @@ def read_with_failover(
             continue
         failed = False
         try:
-            return _from_one(source, wanted, policy, progress), source.label
+            return _from_one(source, request, policy, progress), source.label
         except NotHereError as error:
             reasons.append(str(error))
         except (CorruptError, SourceError) as error:
@@ -145,28 +145,28 @@ def read_with_failover(
             source.forget()  # what came of a body that broke off: nobody will ask this source for the rest
             progress.note(source.label, failed=failed)
     kind = CorruptError if corrupt else SourceError
-    causes = [_without_path(reason, wanted) for reason in reasons] or ["no source is configured"]
-    raise kind("\n  ".join([f"no source delivered {wanted.path}:", *causes]))
+    causes = [_without_path(reason, request) for reason in reasons] or ["no source is configured"]
+    raise kind("\n  ".join([f"no source delivered {request.path}:", *causes]))
 
 
-def _without_path(reason: str, wanted: Wanted) -> str:
+def _without_path(reason: str, request: FileRequest) -> str:
     """A source's reason with its own address alone: the message has the path already."""
-    for path in (quote(wanted.path.text), wanted.path.text):
+    for path in (quote(request.path.text), request.path.text):
         reason = reason.replace(f"/{path}: ", ": ")
     return reason
 
 
-def _read_one_large_at_a_time(source: Source, wanted: Wanted, progress: Progress) -> bytes:
+def _read_one_large_at_a_time(source: Source, request: FileRequest, progress: Progress) -> bytes:
     """Sizes are unknown beforehand: a file that turns out to be large is asked for again when it is its turn."""
-    if wanted.limit > progress.small and not progress.has_large:
+    if request.limit > progress.small and not progress.has_large:
         try:
-            return source.read(replace(wanted, limit=progress.small))
+            return source.read(replace(request, limit=progress.small))
         except TooMuchError:
             progress.wait_for_large()
-    return source.read(wanted)
+    return source.read(request)
 
 
-def _from_one(source: Source, wanted: Wanted, policy: FetchPolicy, progress: Progress) -> bytes:
+def _from_one(source: Source, request: FileRequest, policy: FetchPolicy, progress: Progress) -> bytes:
     """The bytes of one source; bytes with another digest are asked for again as often as the policy says.
 
     Raises:
@@ -175,7 +175,7 @@ def _from_one(source: Source, wanted: Wanted, policy: FetchPolicy, progress: Pro
     wrong: list[str] = []
     for attempt in range(policy.attempts):
         try:
-            data = _read_one_large_at_a_time(source, wanted, progress)
+            data = _read_one_large_at_a_time(source, request, progress)
         except RetryableError as error:
             delay = policy.delay(attempt, error.retry_after)
             if delay is None or progress.is_dead(source.label):
@@ -187,13 +187,13 @@ def _from_one(source: Source, wanted: Wanted, policy: FetchPolicy, progress: Pro
                 raise SourceError(f"{source.label}: stopped") from None
             continue
         progress.tick()
-        if wanted.sha256 is None or (found := digest_of(data)) == wanted.sha256:
+        if request.sha256 is None or (actual := digest_of(data)) == request.sha256:
             return data
         del data
-        wrong.append(found)
+        wrong.append(actual)
         if len(wrong) >= policy.bad_digests:
             break
     if not wrong:
-        raise RetryableError(f"{source.label}: {wanted.path} was not asked for, with {policy.attempts} attempts")
+        raise RetryableError(f"{source.label}: {request.path} was not asked for, with {policy.attempts} attempts")
     times = "once" if len(wrong) == 1 else f"{len(wrong)} times"
-    raise CorruptError(f"{source.label}: sha256 of {wanted.path} is {wrong[-1]}, expected {wanted.sha256} ({times})")
+    raise CorruptError(f"{source.label}: sha256 of {request.path} is {wrong[-1]}, expected {request.sha256} ({times})")

@@ -16,7 +16,7 @@ from ...errors import CubinRuntimeError, SourceError
 from ...values import dataclass
 from ..path import ArtifactPath
 from .http_pace import HttpLimits, Pace
-from .source import NotHereError, RetryableError, SourceSpec, TooMuchError, Wanted, redact
+from .source import FileRequest, NotHereError, RetryableError, SourceSpec, TooMuchError, redact
 
 if TYPE_CHECKING:
     from .http_session import HttpSession, Response
@@ -52,21 +52,21 @@ class HttpSource:
         self._session: HttpSession | None = None
         self._begun: _Begun | None = None
 
-    def read(self, wanted: Wanted) -> bytes:
+    def read(self, request: FileRequest) -> bytes:
         """See ``Source.read``. Never retries and never waits longer than its limits.
 
         What came of a large file before a failure is kept for the next call, if that asks for the same file.
         """
         base = self._base
-        path = f"{base.path.rstrip('/')}/{quote(wanted.path.text)}"
+        path = f"{base.path.rstrip('/')}/{quote(request.path.text)}"
         url = urlunsplit((base.scheme, base.netloc, path, base.query, ""))
         begun, self._begun = self._begun, None
-        if begun is not None and begun.path != wanted.path:
+        if begun is not None and begun.path != request.path:
             begun = None
         try:
             response, where = self._follow(url, {} if begun is None else begun.asking_for_the_rest())
             try:
-                data = self._body(response, where, wanted, begun)
+                data = self._body(response, where, request, begun)
             except BaseException:
                 response.abandon()
                 raise
@@ -91,9 +91,9 @@ class HttpSource:
             self._session.close()
             self._session = None
 
-    def _body(self, response: Response, where: str, wanted: Wanted, begun: _Begun | None) -> bytes:
+    def _body(self, response: Response, where: str, request: FileRequest, begun: _Begun | None) -> bytes:
         """The body of an answer that has one, after what was begun where the server goes on with that."""
-        limit = wanted.limit
+        limit = request.limit
         goes_on = begun if response.status == 206 else None
         if goes_on is None:
             _check_status(response, where, asked_for_rest=begun is not None)
@@ -110,7 +110,7 @@ class HttpSource:
             tag = response.headers.get("ETag", "").strip()
             validator = response.headers.get("Last-Modified", "") if not tag or tag.startswith("W/") else tag
             if whole.tell() >= _PIECE and validator:
-                self._begun = _Begun(wanted.path, validator, whole)
+                self._begun = _Begun(request.path, validator, whole)
             raise
 
     def _follow(self, url: str, headers: Mapping[str, str]) -> tuple[Response, str]:
@@ -155,10 +155,10 @@ def _check_encoding(response: Response, where: str) -> None:
 
 def _check_range(response: Response, where: str, begun: _Begun) -> int:
     """The total size that a partial response states."""
-    found = _RANGE.fullmatch(response.headers.get("Content-Range", "").strip())
-    if found is None or int(found[1]) != begun.whole.tell() or int(found[2]) + 1 != int(found[3]):
+    match = _RANGE.fullmatch(response.headers.get("Content-Range", "").strip())
+    if match is None or int(match[1]) != begun.whole.tell() or int(match[2]) + 1 != int(match[3]):
         raise SourceError(f"{where}: sent another range than requested")
-    return int(found[3])
+    return int(match[3])
 
 
 def _announced(response: Response, where: str) -> int | None:
@@ -168,12 +168,12 @@ def _announced(response: Response, where: str) -> int | None:
         return None
     if framing not in ("", "identity"):
         raise SourceError(f"{where}: sent Transfer-Encoding {framing!r}, which was not requested")
-    found = {value.strip() for value in response.headers.get_all("Content-Length", [])}
-    if not found:
+    lengths = {value.strip() for value in response.headers.get_all("Content-Length", [])}
+    if not lengths:
         return None
-    if len(found) > 1:
+    if len(lengths) > 1:
         raise SourceError(f"{where}: sent headers that contradict each other")
-    (length,) = found
+    (length,) = lengths
     if _LENGTH.fullmatch(length) is None:
         raise SourceError(f"{where}: sent no valid Content-Length")
     return int(length)

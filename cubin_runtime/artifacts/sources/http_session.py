@@ -214,8 +214,8 @@ def _own_over_https(request: requests.PreparedRequest, tokens: Mapping[str, str]
     token = tokens.get(urlsplit(request.url).hostname or "")
     if token is not None:
         request.headers["Authorization"] = f"Bearer {_token_text(token)}"
-    elif _netrc_is_readable() and (found := get_netrc_auth(request.url)) is not None:
-        HTTPBasicAuth(*found)(request)
+    elif _netrc_is_readable() and (login := get_netrc_auth(request.url)) is not None:
+        HTTPBasicAuth(*login)(request)
     return request
 
 

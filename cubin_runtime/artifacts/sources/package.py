@@ -15,7 +15,7 @@ from ..bounded_read import NotRegularError, TooLargeError, read_regular
 from ..manifest import MANIFEST_NAME
 from ..path import ArtifactPath
 from .directory import DirectorySource
-from .source import NotHereError, TooMuchError, Wanted
+from .source import FileRequest, NotHereError, TooMuchError
 
 if TYPE_CHECKING:
     from importlib.metadata import Distribution
@@ -44,29 +44,29 @@ class PackageSource:
         look at every distribution takes a tenth.
         """
         with self._lock:
-            found = self._roots.get(folder, ())
-            if not found:
+            roots = self._roots.get(folder, ())
+            if not roots:
                 if time.monotonic() >= self._installed_until:
                     self._installed = tuple(_installed_manifests())
                     self._installed_until = time.monotonic() + ABSENT_SECONDS
                 tail = f"/{folder}/{MANIFEST_NAME}"
                 places = dict.fromkeys(file.removesuffix(tail) for file in self._installed if file.endswith(tail))
-                found = tuple(DirectorySource(Path(place or "/")) for place in places)
-                if found:
-                    self._roots[folder] = found
-            return found
+                roots = tuple(DirectorySource(Path(place or "/")) for place in places)
+                if roots:
+                    self._roots[folder] = roots
+            return roots
 
-    def read(self, wanted: Wanted) -> bytes:
+    def read(self, request: FileRequest) -> bytes:
         """See ``Source.read``."""
         reasons: list[str] = []
-        for root in self.roots(wanted.folder):
+        for root in self.roots(request.folder):
             try:
-                return root.read(wanted)
+                return root.read(request)
             except TooMuchError:
                 raise
             except (NotHereError, SourceError) as error:
                 reasons.append(str(error))
-        raise NotHereError("; ".join(reasons) or f"no installed package carries {wanted.folder}")
+        raise NotHereError("; ".join(reasons) or f"no installed package carries {request.folder}")
 
     def names(self, folder: ArtifactPath) -> set[str]:
         """See ``Listing.names``."""

@@ -37,7 +37,7 @@ class TooMuchError(SourceError):
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class FileRequest:
     """One file to read: ``path`` inside the release ``folder``, at most ``limit`` bytes.
 
     ``sha256`` is the digest that the bytes must have; None only while a release is being pinned for the first
@@ -56,13 +56,13 @@ class Source(Protocol):
     label: str
     local: bool
 
-    def read(self, wanted: Wanted) -> bytes:
+    def read(self, request: FileRequest) -> bytes:
         """The bytes, unverified.
 
         Raises:
             NotHereError: the source does not have them.
             RetryableError: a temporary failure.
-            TooMuchError: it has more than ``wanted.limit`` bytes for it.
+            TooMuchError: it has more than ``request.limit`` bytes for it.
             SourceError: a permanent failure.
         """
 

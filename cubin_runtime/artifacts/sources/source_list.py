@@ -14,7 +14,7 @@ from ...values import dataclass
 from ..pins.pin import Pin
 from .failover import FetchPolicy, Progress, read_with_failover
 from .http_pace import HttpLimits
-from .source import Source, SourceSpec, Wanted, parse_source
+from .source import FileRequest, Source, SourceSpec, parse_source
 
 if TYPE_CHECKING:
     from .archive import ArchiveSource
@@ -47,7 +47,7 @@ class _OfflineSource:
     def __init__(self, label: str) -> None:
         self.label = label
 
-    def read(self, wanted: Wanted) -> bytes:
+    def read(self, request: FileRequest) -> bytes:
         """Always raise ``SourceError``."""
         raise SourceError(f"{self.label}: skipped, the network is disabled (offline)")
 
@@ -116,12 +116,12 @@ class SourceList:
         """The values that a worker process needs to open the same."""
         return WorkOrder(self._config, self._limits, self._policy, tuple(specs), threads, _log.getEffectiveLevel())
 
-    def read(self, specs: Sequence[SourceSpec], wanted: Wanted) -> tuple[bytes, str]:
+    def read(self, specs: Sequence[SourceSpec], request: FileRequest) -> tuple[bytes, str]:
         """The verified bytes of one object and where they came from, into no store; see ``read_with_failover``."""
         progress = Progress(self._policy)
         sources = self.open(specs, progress)
         try:
-            return read_with_failover(wanted, sources, self._policy, progress)
+            return read_with_failover(request, sources, self._policy, progress)
         finally:
             for source in sources:
                 if not source.local:

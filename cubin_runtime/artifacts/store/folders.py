@@ -57,12 +57,12 @@ def _open_part(part: str, parent: int, create: bool) -> int:
         return os.open(part, _FOLDER, dir_fd=parent)
     if not create:
         return os.open(part, _FOLDER, dir_fd=parent)
-    made = False
+    is_new = False
     with suppress(FileExistsError):
         os.mkdir(part, 0o777, dir_fd=parent)
-        made = True
+        is_new = True
     descriptor = os.open(part, _FOLDER, dir_fd=parent)
-    if made:
+    if is_new:
         give_to_owner(descriptor, parent)
         _share_like_parent(descriptor, parent)
     return descriptor

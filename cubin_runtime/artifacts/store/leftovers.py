@@ -70,7 +70,7 @@ def _remove_old(
     """
     newest = time.time() - older_than
     for name in sorted(os.listdir(folder)):
-        if (found := names.fullmatch(name)) is None:
+        if (match := names.fullmatch(name)) is None:
             continue
         with suppress(FileNotFoundError):
             status = os.stat(name, dir_fd=folder, follow_symlinks=False)
@@ -79,7 +79,7 @@ def _remove_old(
                 continue
             if own_only and not (stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()):
                 continue
-            if names is _TEMPORARY and _runs_here(found["host"], int(found["process"])):
+            if names is _TEMPORARY and _runs_here(match["host"], int(match["process"])):
                 continue
             if not dry_run:
                 os.unlink(name, dir_fd=folder)

@@ -68,22 +68,22 @@ class Store:
         groups: defaultdict[str, set[str]] = defaultdict(set)
         for digest in digests:
             groups[_checked(digest)[:2]].add(digest)
-        found: set[str] = set()
+        present: set[str] = set()
         odd: set[str] = set()
-        for prefix, wanted in groups.items():
+        for prefix, names in groups.items():
             try:
                 with open_folder(self.root, OBJECTS, prefix) as folder:
-                    kinds = dict(_entries(folder, wanted))
+                    kinds = dict(_entries(folder, names))
             except FileNotFoundError:
                 continue
             except OSError as error:
                 if error.errno not in IN_THE_WAY:
                     raise store_error(error, str(self.root / OBJECTS / prefix)) from None
-                odd |= wanted
+                odd |= names
                 continue
-            found.update(name for name, is_file in kinds.items() if is_file)
+            present.update(name for name, is_file in kinds.items() if is_file)
             odd.update(name for name, is_file in kinds.items() if not is_file)
-        return found, odd
+        return present, odd
 
     def objects(self) -> Iterator[tuple[str, int, float]]:
         """Digest, size in bytes and time of the last change of every object, whatever its bytes are.
@@ -134,16 +134,16 @@ class Store:
                     descriptor, status = open_regular(sha256, where, directory=folder)
                     try:
                         data = read_bounded(descriptor, status.st_size, limit, where)
-                        found = digest_of(data)
-                        fault = f"sha256 of {where} is {found}"
+                        actual = digest_of(data)
+                        fault = f"sha256 of {where} is {actual}"
                     except TooLargeError as error:
-                        found = _digest_of_file(descriptor)
-                        if found == sha256:
+                        actual = _digest_of_file(descriptor)
+                        if actual == sha256:
                             raise
-                        fault = f"{error}, and its sha256 is {found}"
+                        fault = f"{error}, and its sha256 is {actual}"
                     finally:
                         os.close(descriptor)
-                if found == sha256:
+                if actual == sha256:
                     return data
                 if last:
                     moved = self._quarantine(folder, sha256, status) if repair else None
@@ -207,8 +207,8 @@ class Store:
             os.close(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=folder))
             os.unlink(name, dir_fd=folder)
 
-    def check_room(self, wanted: int, files: int) -> None:
-        """Compare the free space with about ``wanted`` bytes in ``files`` files.
+    def check_room(self, nbytes: int, files: int) -> None:
+        """Compare the free space with about ``nbytes`` bytes in ``files`` files.
 
         Raises:
             StoreError: there is not enough.
@@ -219,8 +219,8 @@ class Store:
         with store_errors(str(self.root)):
             status = os.statvfs(place)
         free = status.f_bavail * status.f_frsize
-        if wanted > free:
-            raise StoreError(f"{self.root}: about {size(wanted)} are needed, {size(free)} are free")
+        if nbytes > free:
+            raise StoreError(f"{self.root}: about {size(nbytes)} are needed, {size(free)} are free")
         if status.f_files and files > status.f_favail:
             raise StoreError(f"{self.root}: {files} files are needed, {status.f_favail} can be created")
 
@@ -286,13 +286,13 @@ def _checked(sha256: str) -> str:
     return sha256
 
 
-def _entries(folder: int, wanted: set[str]) -> Iterator[tuple[str, bool]]:
-    """Those of ``wanted`` that stand in a folder, and whether each is a regular file."""
-    if len(wanted) >= _MANY:
+def _entries(folder: int, names: set[str]) -> Iterator[tuple[str, bool]]:
+    """Those of ``names`` that stand in a folder, and whether each is a regular file."""
+    if len(names) >= _MANY:
         with os.scandir(folder) as entries:
-            yield from ((e.name, e.is_file(follow_symlinks=False)) for e in entries if e.name in wanted)
+            yield from ((e.name, e.is_file(follow_symlinks=False)) for e in entries if e.name in names)
         return
-    for name in wanted:
+    for name in names:
         try:
             yield name, stat.S_ISREG(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode)
         except FileNotFoundError:

@@ -50,11 +50,11 @@ def trtllm_disagreements(
         manifest_sha256: the digest that the manifest lists.
         parameter_bytes: size of the one parameter that the release's launcher passes.
     """
-    found: list[Disagreement] = []
+    disagreements: list[Disagreement] = []
 
     def compare(fact: str, metadata: object, binary: object) -> None:
         if metadata != binary:
-            found.append(Disagreement(fact, str(metadata), str(binary)))
+            disagreements.append(Disagreement(fact, str(metadata), str(binary)))
 
     compare("digest in the manifest", meta.sha256, manifest_sha256)
     compare("digest", meta.sha256, cubin.sha256)
@@ -70,28 +70,28 @@ def trtllm_disagreements(
         words = memoryview(_whole_words(kernel_code(data, reporter))).cast("I")
         count = sum(word == meta.shared_bytes for word in words)
         compare(f"occurrences of {meta.shared_bytes} in GetSmemSize", 1, count)
-    return tuple(found)
+    return tuple(disagreements)
 
 
 def native_disagreements(kernel: NativeKernel, cubin: Cubin, *, manifest_sha256: str) -> tuple[Disagreement, ...]:
     """Compare a native cubin with its entry of ``kernels.json``; empty when all facts agree."""
-    found: list[Disagreement] = []
+    disagreements: list[Disagreement] = []
 
     def compare(fact: str, metadata: object, binary: object) -> None:
         if metadata != binary:
-            found.append(Disagreement(fact, str(metadata), str(binary)))
+            disagreements.append(Disagreement(fact, str(metadata), str(binary)))
 
     compare("digest in the manifest", manifest_sha256, cubin.sha256)
     compare("architecture", str(kernel.architecture), str(resolve_architecture(cubin, kernel.architecture)))
     facts = cubin.kernels.get(kernel.symbol)
     if facts is None:
         compare("symbol", kernel.symbol, ", ".join(cubin.kernels) or "none")
-        return tuple(found)
+        return tuple(disagreements)
     compare("parameter sizes", [kernel.struct_bytes], [p.size for p in facts.parameters])
     compare("registers", kernel.registers, facts.registers)
     if facts.max_threads is not None and kernel.threads > facts.max_threads:
         compare("threads", kernel.threads, f"at most {facts.max_threads}")
-    return tuple(found)
+    return tuple(disagreements)
 
 
 def _whole_words(code: bytes) -> bytes:

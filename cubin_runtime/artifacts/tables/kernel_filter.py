@@ -115,8 +115,8 @@ def architecture_of_name(name: str) -> Architecture | None:
     >>> str(architecture_of_name("Gemm_Bfloat16_t128x32_schedS_sm100f.cubin"))
     'sm_100f'
     """
-    found = ["".join(groups) for groups in _NAMED.findall(name)]
-    return Architecture.parse(found[-1]) if found else None
+    matches = ["".join(groups) for groups in _NAMED.findall(name)]
+    return Architecture.parse(matches[-1]) if matches else None
 
 
 def families_of(row: KernelRow) -> frozenset[str]:
@@ -153,9 +153,9 @@ def _allows(asked: Collection[object], stated: Set[object]) -> bool:
     return not asked or not stated or not stated.isdisjoint(asked)
 
 
-def is_stated(wanted: KernelFilter, rows: Iterable[KernelRow]) -> bool:
+def is_stated(kernel_filter: KernelFilter, rows: Iterable[KernelRow]) -> bool:
     """Return whether some kernel states a type that is asked for, and some a head size; true where none is."""
-    dtypes, head_dims = set(wanted.dtypes), set(wanted.head_dims)
+    dtypes, head_dims = set(kernel_filter.dtypes), set(kernel_filter.head_dims)
     for row in rows if dtypes or head_dims else ():
         if not dtypes.isdisjoint(dtypes_of(row)):
             dtypes = set()
@@ -164,25 +164,25 @@ def is_stated(wanted: KernelFilter, rows: Iterable[KernelRow]) -> bool:
     return not dtypes and not head_dims
 
 
-def why_nothing_passes(wanted: KernelFilter, rows: Sequence[KernelRow]) -> str:
+def why_nothing_passes(kernel_filter: KernelFilter, rows: Sequence[KernelRow]) -> str:
     """Say which value of a filter no kernel has, and which there are; else that they exclude each other."""
     families, dtypes, head_dims = (
         sorted({value for row in rows for value in of(row)}) for of in (families_of, dtypes_of, head_dims_of)
     )
     targets = sorted({str(row.architecture) for row in rows})
-    if wanted.sm is not None and not any(row.architecture.runs_on(wanted.sm) for row in rows):
-        return f"no kernel runs on sm {wanted.sm}, expected a device for one of {', '.join(targets)}"
+    if kernel_filter.sm is not None and not any(row.architecture.runs_on(kernel_filter.sm) for row in rows):
+        return f"no kernel runs on sm {kernel_filter.sm}, expected a device for one of {', '.join(targets)}"
     asked: tuple[tuple[str, Sequence[object], Sequence[object]], ...] = (
-        ("family", wanted.families, families),
-        ("dtype", wanted.dtypes, dtypes),
-        ("head_dim", wanted.head_dims, head_dims),
+        ("family", kernel_filter.families, families),
+        ("dtype", kernel_filter.dtypes, dtypes),
+        ("head_dim", kernel_filter.head_dims, head_dims),
     )
-    for name, given, there in asked:
-        if given and set(given).isdisjoint(there):
-            values = ", ".join(map(str, given))
+    for name, criteria, there in asked:
+        if criteria and set(criteria).isdisjoint(there):
+            values = ", ".join(map(str, criteria))
             return f"no kernel has {name} {values}, expected one of {', '.join(map(str, there)) or 'none'}"
-    if wanted == KernelFilter(globs=wanted.globs):
-        return f"no file matches {' '.join(wanted.globs)}"
+    if kernel_filter == KernelFilter(globs=kernel_filter.globs):
+        return f"no file matches {' '.join(kernel_filter.globs)}"
     return "no kernel matches all filters together, though each alone matches some"
 
 
@@ -192,7 +192,7 @@ def dtype_name(word: str) -> str:
 
 
 def _device_number(word: str) -> int:
-    found = _SM.fullmatch(word)
-    if found is None:
+    match = _SM.fullmatch(word)
+    if match is None:
         raise UsageError(f"sm {word!r}: expected a device such as 100 or sm_90")
-    return int(found[1])
+    return int(match[1])

@@ -239,10 +239,10 @@ def _read_dtype(cell: str) -> str:
 
 @lru_cache(maxsize=64)
 def _read_sm(cell: str) -> str:
-    found = re.fullmatch(_SM_PREFIX + "([1-9][0-9]{1,2}f?)", cell)
-    if found is None:
+    match = re.fullmatch(_SM_PREFIX + "([1-9][0-9]{1,2}f?)", cell)
+    if match is None:
         raise ValueError(cell)
-    return found[1]
+    return match[1]
 
 
 @lru_cache(maxsize=4096)  # 13,452 rows hold fewer than 1,000 distinct numbers

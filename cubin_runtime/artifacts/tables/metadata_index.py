@@ -148,15 +148,15 @@ class MetadataIndex:
             raise MetadataError(f"metadata index: record {place} holds an unknown word") from error
 
     def _place(self, symbol: str) -> int | None:
-        wanted = symbol.encode("ascii", "replace")
+        key = symbol.encode("ascii", "replace")
         low, high = 0, self._count
         while low < high:
             middle = (low + high) // 2
-            if self._symbol(middle) < wanted:
+            if self._symbol(middle) < key:
                 low = middle + 1
             else:
                 high = middle
-        return low if low < self._count and self._symbol(low) == wanted else None
+        return low if low < self._count and self._symbol(low) == key else None
 
     def _symbol(self, place: int) -> bytes:
         start = self._start + place * self._record.size

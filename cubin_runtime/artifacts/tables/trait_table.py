@@ -66,14 +66,14 @@ class TraitTable:
     def places(self, traits: tuple[object, ...]) -> Iterator[int]:
         """Places of the rows that may have these traits, likeliest first; visits no slot twice."""
         try:
-            wanted = _hash(traits)
+            key = _hash(traits)
         except error:  # a number that no row can hold
             return
         for step in range(self._slots):
-            hashed, stored = _SLOT.unpack_from(self._data, (wanted + step) % self._slots * _SLOT.size)
+            hashed, stored = _SLOT.unpack_from(self._data, (key + step) % self._slots * _SLOT.size)
             if not stored:
                 return
-            if hashed == wanted:
+            if hashed == key:
                 yield stored - 1
 
 

@@ -188,8 +188,8 @@ def _steps(view: TensorView) -> list[int]:
 
 
 def _check_block_scales(call: DecodeCall | ContextCall, packed: int) -> None:
-    given = (("key_block_scales", call.key_scales, call.key), ("value_block_scales", call.value_scales, call.value))
-    for name, scales, cache in given:
+    pairs = (("key_block_scales", call.key_scales, call.key), ("value_block_scales", call.value_scales, call.value))
+    for name, scales, cache in pairs:
         if packed == 1:
             if scales is not None:
                 raise UsageError(f"{name}: given for a cache of {cache.dtype}, expected for FP4 (uint8) alone")
@@ -243,15 +243,15 @@ def _check_ragged(call: RaggedCall) -> None:
         raise UsageError(f"out: head dimension {call.out.shape[2]}, value has {call.value.shape[2]}")
 
 
-def scale_of(name: str, given: TensorView | float, device: int) -> Scale:
+def scale_of(name: str, value: TensorView | float, device: int) -> Scale:
     """A factor as calls take it.
 
     Raises:
         UsageError: a tensor is not float32, has more than one element, or is on another device.
     """
-    if isinstance(given, TensorView):
-        if given.dtype != "float32" or math.prod(given.shape) != 1:
-            raise UsageError(f"{name}: {given.dtype} {given.shape}, expected one float32")
-        check_device(name, given, device)
-        return Scale(1.0, given.pointer)
-    return Scale(given)
+    if isinstance(value, TensorView):
+        if value.dtype != "float32" or math.prod(value.shape) != 1:
+            raise UsageError(f"{name}: {value.dtype} {value.shape}, expected one float32")
+        check_device(name, value, device)
+        return Scale(1.0, value.pointer)
+    return Scale(value)

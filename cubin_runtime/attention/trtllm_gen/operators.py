@@ -54,14 +54,14 @@ def plan(call: Call, *, backend: TrtllmGenBackend = AUTO, runtime: Runtime | Non
     rt = runtime or default_runtime()
 
     def make() -> AttentionPlan:
-        wanted = bounded(call)
-        device = wanted.query.device
-        resolve_backend(OPERATORS[type(wanted)], TRTLLM_GEN if backend == AUTO else backend, rt.driver.device(device))
-        check_call(wanted)
-        return AttentionPlan(rt.for_plans, wanted, device)
+        rounded = bounded(call)
+        device = rounded.query.device
+        resolve_backend(OPERATORS[type(rounded)], TRTLLM_GEN if backend == AUTO else backend, rt.driver.device(device))
+        check_call(rounded)
+        return AttentionPlan(rt.for_plans, rounded, device)
 
-    found: AttentionPlan = rt.plans.get(("trtllm-gen", backend, *plan_key(call)), make)
-    return found
+    cached: AttentionPlan = rt.plans.get(("trtllm-gen", backend, *plan_key(call)), make)
+    return cached
 
 
 def run(
@@ -92,21 +92,21 @@ def run(
     """
     rt = runtime or default_runtime()
     check_scales(call)
-    made = plan(call, backend=backend, runtime=rt)
+    call_plan = plan(call, backend=backend, runtime=rt)
     if isinstance(workspace, TorchScratch):
-        workspace = torch_bytes(made.workspace_bytes or 1, call.query.device, zeroed=False)
+        workspace = torch_bytes(call_plan.workspace_bytes or 1, call.query.device, zeroed=False)
     scratch = view_of(workspace, "workspace_buffer", written=True)
     check_device("workspace_buffer", scratch, call.query.device)
     if not scratch.is_contiguous:
         raise UsageError(f"workspace_buffer: strides {scratch.strides}, expected a contiguous tensor")
     handle = rt.memory.current_stream(workspace) if stream is None else stream_handle(stream)
-    held, address = _counters(made, counters, workspace, call.query.device, stream, rt)
+    held, address = _counters(call_plan, counters, workspace, call.query.device, stream, rt)
 
     def launch() -> Launched:
-        return made.run(call, (scratch.pointer, _bytes_of(scratch)), address, handle)
+        return call_plan.run(call, (scratch.pointer, _bytes_of(scratch)), address, handle)
 
     hook = installed()
-    note_launch(launch() if hook is None else hook(Run(made, call, (), handle), launch))
+    note_launch(launch() if hook is None else hook(Run(call_plan, call, (), handle), launch))
     del held  # freed in stream order, after the launch
 
 
@@ -129,30 +129,30 @@ def preload(*calls: Call, backend: TrtllmGenBackend = AUTO, runtime: Runtime | N
     rt = runtime or default_runtime()
     requests: list[KernelRequest] = []
     for call in calls:
-        made = plan(call, backend=backend, runtime=rt)
-        requests += made.requests(rt.driver.context_on(call.query.device))
+        call_plan = plan(call, backend=backend, runtime=rt)
+        requests += call_plan.requests(rt.driver.context_on(call.query.device))
     return rt.modules.preload(requests)
 
 
 def _counters(
-    made: AttentionPlan, given: Any, like: Any, device: int, stream: Any, runtime: Runtime
+    call_plan: AttentionPlan, counters: Any, like: Any, device: int, stream: Any, runtime: Runtime
 ) -> tuple[Any, int]:
-    needed = made.counter_bytes
-    if given is None:
+    needed = call_plan.counter_bytes
+    if counters is None:
         if not needed:
             return None, 0
         if stream is not None:
             raise UsageError(f"counters: None with a stream of its own; expected {needed} zeroed bytes")
-        given = runtime.memory.zeros(like, (needed // 4,), "int32")
-    view = view_of(given, "counters", written=True)
+        counters = runtime.memory.zeros(like, (needed // 4,), "int32")
+    view = view_of(counters, "counters", written=True)
     check_device("counters", view, device)
     if view.pointer % COUNTER_ALIGNMENT or not view.is_contiguous:
         raise UsageError(
             f"counters: at {view.pointer:#x}, strides {view.strides}; expected 16-byte aligned, contiguous"
         )
     if _bytes_of(view) < needed:
-        raise WorkspaceError(f"counters of {_bytes_of(view)} bytes: {made.kernel} needs {needed} bytes")
-    return given, view.pointer
+        raise WorkspaceError(f"counters of {_bytes_of(view)} bytes: {call_plan.kernel} needs {needed} bytes")
+    return counters, view.pointer
 
 
 def _bytes_of(view: TensorView) -> int:

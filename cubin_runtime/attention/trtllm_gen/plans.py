@@ -154,7 +154,7 @@ class AttentionPlan:
         runtime, wide = self._runtime, self.decision.attributes.nonportable_cluster
         runtime.check_process()
         main = runtime.load_trtllm_gen(self.decision.meta, context, stream, nonportable_cluster=wide)
-        made = PreparedLaunches(
+        launches = PreparedLaunches(
             self.launch_plans(),
             (main, *(runtime.load(kernel, context, stream) for kernel in self._followers)),
             runtime.driver,
@@ -162,7 +162,7 @@ class AttentionPlan:
             resident=("key", "value"),
             descriptors=runtime.descriptors,
         )
-        return self._prepared.setdefault(context, made)
+        return self._prepared.setdefault(context, launches)
 
     def _taken(self, bindings: Bindings, address: int) -> int:
         """Bytes from ``address`` to the end of the statistics and scratch that a run writes."""

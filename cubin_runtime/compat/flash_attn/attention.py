@@ -34,9 +34,9 @@ def attend(q: Any, k: Any, v: Any, options: Options, **where: Any) -> tuple[Any,
     lse = of_tokens = None
     if options.returns_lse:
         # By head, then by token: so all tokens lie at one stride, as the operator takes them.
-        made = new_lse(q, (shape[-2], *shape[:-2]))
-        of_tokens = permuted(made, (1, 0) if len(shape) == 3 else (1, 2, 0))
-        lse = made if len(shape) == 3 else permuted(made, (1, 0, 2))
+        new = new_lse(q, (shape[-2], *shape[:-2]))
+        of_tokens = permuted(new, (1, 0) if len(shape) == 3 else (1, 2, 0))
+        lse = new if len(shape) == 3 else permuted(new, (1, 0, 2))
     left, right = options.window
     try:
         out = context_attention(

@@ -71,13 +71,13 @@ NAMES = {
 }
 
 
-def refuse(**given: Any) -> None:
+def refuse(**arguments: Any) -> None:
     """Refuse arguments that no kernel honours, unless they are what they are by default.
 
     Raises:
         UsageError: another value; the message names the argument.
     """
-    for name, value in given.items():
+    for name, value in arguments.items():
         default = _REFUSED[name]
         if value is None or (default is not None and isinstance(value, (int, float)) and value == default):
             continue

@@ -141,13 +141,13 @@ def _constants(like: Any, batch: int, length: int) -> tuple[Any, Any]:
             return _make(batch, length, device)
         stream = default_runtime().memory.current_stream(like)
     key = (batch, length, device, stream)
-    found = _made.get(key)
-    if found is None:
+    kept = _made.get(key)
+    if kept is None:
         if len(_made) >= _MOST_MADE:
             _made.clear()
         with torch.inference_mode(False):
-            found = _made[key] = _make(batch, length, device)
-    return found
+            kept = _made[key] = _make(batch, length, device)
+    return kept
 
 
 def _make(batch: int, length: int, device: Any) -> tuple[Any, Any]:

@@ -69,17 +69,17 @@ class Arguments:
     enable_dcp: bool = False
 
     @classmethod
-    def of(cls, operator: Callable[..., Any], given: Mapping[str, Any], **renamed: Any) -> Arguments:
+    def of(cls, operator: Callable[..., Any], values: Mapping[str, Any], **renamed: Any) -> Arguments:
         """From the operator's ``locals()``; ``renamed`` are fields that it has under another name.
 
         Raises:
             UsageError: an option is of another kind than its annotation says.
         """
-        made = object.__new__(cls)  # setting 40 frozen fields one by one would add microseconds to every call
-        arguments = dict(given)
+        call = object.__new__(cls)  # setting 40 frozen fields one by one would add microseconds to every call
+        arguments = dict(values)
         check_options(_checks(operator), arguments)
-        vars(made).update(arguments, operator=operator, runtime=default_runtime(), **renamed)
-        return made
+        vars(call).update(arguments, operator=operator, runtime=default_runtime(), **renamed)
+        return call
 
     def refuse(self, *names: str, backend: str | None = None) -> None:
         """Refuse options that no kernel (of ``backend``) supports; None, False and an option's default are accepted.

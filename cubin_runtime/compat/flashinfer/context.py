@@ -29,42 +29,42 @@ _PAGED_NAMES = {**_NAMES, "k": "kv_cache (K)", "v": "kv_cache (V)", "page_table"
 _RAGGED_NAMES = {**_NAMES, "k": "key", "v": "value", "kv_cu_seq_lens": "cum_seq_lens_kv", "sinks": "attention_sinks"}
 
 
-def context_backend(given: Arguments, device: int, backend: str) -> str:
+def context_backend(call: Arguments, device: int, backend: str) -> str:
     """The backend that runs a context operator on ``device``; errors as ``find_backend``.
 
     The peer's default is its only kernels' name and says nothing of the device, so it is ``auto`` here.
     """
-    return given.backend_on(device, AUTO if backend == TRTLLM_GEN else backend)
+    return call.backend_on(device, AUTO if backend == TRTLLM_GEN else backend)
 
 
-def attend_paged(given: Arguments, q: TensorView, lengths: TensorView, max_kv_len: int, causal: bool, sums: Any) -> Any:
+def attend_paged(call: Arguments, q: TensorView, lengths: TensorView, max_kv_len: int, causal: bool, sums: Any) -> Any:
     """Attention over pages; ``sums`` are the cumulative KV lengths, which ``lengths`` repeat. As ``_attend``."""
-    given.refuse("kv_cache_sf", "o_sf_scale", "o_sf_vec_size", backend=NATIVE)
-    key, value = cache_pair(given.kv_cache, given.kv_layout)
-    table = page_table_of(given)
+    call.refuse("kv_cache_sf", "o_sf_scale", "o_sf_vec_size", backend=NATIVE)
+    key, value = cache_pair(call.kv_cache, call.kv_layout)
+    table = page_table_of(call)
     view = view_of(sums, "cum_seq_lens_kv")
     check_vector("cum_seq_lens_kv", view, lengths.shape[0] + 1, "int32", q.device)
     return _attend(
-        given,
+        call,
         _PAGED_NAMES,
         (q, key, value),
         causal=causal,
-        max_seq_len=min(max_kv_len, table.shape[-1] * key.shape[1 if given.kv_layout == "NHD" else 2]),
+        max_seq_len=min(max_kv_len, table.shape[-1] * key.shape[1 if call.kv_layout == "NHD" else 2]),
         page_table=table,
         seq_lens=lengths,
-        kv_layout=given.kv_layout,
+        kv_layout=call.kv_layout,
     )
 
 
 def attend_ragged(
-    given: Arguments, tensors: tuple[TensorView, ...], lengths: TensorView, max_kv_len: int, causal: bool, sums: Any
+    call: Arguments, tensors: tuple[TensorView, ...], lengths: TensorView, max_kv_len: int, causal: bool, sums: Any
 ) -> Any:
     """Attention of ``tensors`` q, k and v; ``sums`` are the cumulative KV lengths. As ``_attend``."""
     key = tensors[1]
     if len(key.shape) != 3:
         raise UsageError(f"key: shape {key.shape}, expected [kv_tokens, kv_heads, head_dim]")
     return _attend(
-        given,
+        call,
         _RAGGED_NAMES,
         tensors,
         causal=causal,
@@ -75,7 +75,7 @@ def attend_ragged(
 
 
 def _attend(
-    given: Arguments, names: Mapping[str, str], tensors: tuple[TensorView, ...], *, causal: bool, **options: Any
+    call: Arguments, names: Mapping[str, str], tensors: tuple[TensorView, ...], *, causal: bool, **options: Any
 ) -> Any:
     """``context_attention`` of q, k and v with other ``options``; (output, lse), or output.
 
@@ -83,28 +83,28 @@ def _attend(
         UsageError: an option that no native kernel honours; and as ``context_attention``.
     """
     q = tensors[0]
-    check_skip_factor(given)
-    if is_fp4(given):
+    check_skip_factor(call)
+    if is_fp4(call):
         raise UsageError(f"out_dtype or out is nvfp4: backend {NATIVE!r} writes the dtype of query, {q.dtype}")
-    output = output_of(given, (*q.shape[:2], tensors[2].shape[-1]), q.dtype)
-    if output.view.dtype != q.dtype and given.out is None:
+    output = output_of(call, (*q.shape[:2], tensors[2].shape[-1]), q.dtype)
+    if output.view.dtype != q.dtype and call.out is None:
         raise UsageError(f"out_dtype: {output.view.dtype}, expected that of query by backend {NATIVE!r}: {q.dtype}")
-    lse = lse_of(given, (q.shape[0], q.shape[1]))
+    lse = lse_of(call, (q.shape[0], q.shape[1]))
     launch(
         context_attention,
-        given,
+        call,
         names,
         tensors,
         out=output.view,
         lse=tensor_or_none(lse, "lse", q.device, written=True),
-        softmax_scale=factor_of("bmm1_scale", given.bmm1_scale, q.device),
-        output_scale=factor_of("bmm2_scale", given.bmm2_scale, q.device),
-        q_cu_seq_lens=view_of(given.cum_seq_lens_q, "cum_seq_lens_q"),
-        max_q_len=integer("max_q_len", given.max_q_len),
-        window_left=integer("window_left", given.window_left),
+        softmax_scale=factor_of("bmm1_scale", call.bmm1_scale, q.device),
+        output_scale=factor_of("bmm2_scale", call.bmm2_scale, q.device),
+        q_cu_seq_lens=view_of(call.cum_seq_lens_q, "cum_seq_lens_q"),
+        max_q_len=integer("max_q_len", call.max_q_len),
+        window_left=integer("window_left", call.window_left),
         causal=causal,
-        batch_invariant=given.batch_invariant,
-        workspace=with_own_semaphores(given, q.device),
+        batch_invariant=call.batch_invariant,
+        workspace=with_own_semaphores(call, q.device),
         **options,
     )
-    return (output.tensor, lse) if given.return_lse else output.tensor
+    return (output.tensor, lse) if call.return_lse else output.tensor

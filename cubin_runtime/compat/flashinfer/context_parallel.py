@@ -13,7 +13,7 @@ from .arguments import Arguments
 _NAME = "causal_seqlens_kv_global"
 
 
-def options_of_rank(given: Arguments, device: int, batch: int, q_len: int) -> dict[str, Any]:
+def options_of_rank(call: Arguments, device: int, batch: int, q_len: int) -> dict[str, Any]:
     """The options of ``paged_decode`` that give query tokens FlashInfer's bounds; none where ``seq_lens`` gives them.
 
     FlashInfer counts a request's keys on all ranks without those of its query tokens, ``paged_decode`` with them: the
@@ -24,8 +24,8 @@ def options_of_rank(given: Arguments, device: int, batch: int, q_len: int) -> di
         UsageError: the ranks or the tensor are invalid, there are a mask or sinks with several ranks, or the query
             tokens would be added to a tensor that is not torch's.
     """
-    counts = given.causal_seqlens_kv_global
-    world, rank = integer("cp_world", given.cp_world), integer("cp_rank", given.cp_rank)
+    counts = call.causal_seqlens_kv_global
+    world, rank = integer("cp_world", call.cp_world), integer("cp_rank", call.cp_rank)
     if counts is None:
         if (world, rank) != (1, 0):
             raise UsageError(f"cp_world={world}, cp_rank={rank}: expected 1 and 0 without {_NAME}")
@@ -37,12 +37,12 @@ def options_of_rank(given: Arguments, device: int, batch: int, q_len: int) -> di
         raise UsageError(f"cp_rank={rank}: expected 0 to {world - 1}, below cp_world")
     if world == 1:
         return {}
-    if given.mask is not None:
+    if call.mask is not None:
         raise UsageError(f"mask: given with cp_world={world}, expected None: query tokens are causal")
-    if given.sinks is not None:
+    if call.sinks is not None:
         raise UsageError(f"sinks: given with cp_world={world}, expected None: the merge of the ranks counts them once")
-    if q_len == 1 and given.window_left < 0:
+    if q_len == 1 and call.window_left < 0:
         return {}
-    tokens = q_len if given.cum_seq_lens_q is None else given.cum_seq_lens_q
-    ends = given.runtime.memory.lengthened(_NAME, counts, tokens)
+    tokens = q_len if call.cum_seq_lens_q is None else call.cum_seq_lens_q
+    ends = call.runtime.memory.lengthened(_NAME, counts, tokens)
     return {"global_seq_lens": ends, "cp_world": world, "cp_rank": rank}

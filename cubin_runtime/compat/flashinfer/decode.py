@@ -118,28 +118,28 @@ def trtllm_batch_decode_with_kv_cache(
     Returns:
         ``out``, or (``out``, ``lse``).
     """
-    given = Arguments.of(trtllm_batch_decode_with_kv_cache, locals())
-    given.refuse("enable_block_sparse_attention", "bf16q_fp8kv_transform_mode", "request_order", "request_order_plan")
+    call = Arguments.of(trtllm_batch_decode_with_kv_cache, locals())
+    call.refuse("enable_block_sparse_attention", "bf16q_fp8kv_transform_mode", "request_order", "request_order_plan")
     q, lengths = query_of(query, 3), view_of(seq_lens, "seq_lens")
-    found = given.backend_on(q.device, backend)
-    max_q, cum_q = query_lengths(given, q_len_per_req, batch_of(lengths), q.shape[0])
-    if found == XQA:
-        given.refuse("o_sf_scale", "o_sf_vec_size", "kv_cache_sf", backend=found)
-        check_skip_factor(given)
-        return _decode_native(given, max_q, cum_q, {"q_cu_seq_lens": "cum_seq_lens_q"})
-    given.refuse("mask", "cp_world", "cp_rank", "causal_seqlens_kv_global", backend=found)
+    name = call.backend_on(q.device, backend)
+    max_q, cum_q = query_lengths(call, q_len_per_req, batch_of(lengths), q.shape[0])
+    if name == XQA:
+        call.refuse("o_sf_scale", "o_sf_vec_size", "kv_cache_sf", backend=name)
+        check_skip_factor(call)
+        return _decode_native(call, max_q, cum_q, {"q_cu_seq_lens": "cum_seq_lens_q"})
+    call.refuse("mask", "cp_world", "cp_rank", "causal_seqlens_kv_global", backend=name)
     key, value = cache_pair_by_head(kv_cache, kv_layout)
     return run_call(
         DecodeCall,
-        given,
+        call,
         q,
-        output_of(given, q.shape, q.dtype),
-        backend=found,
+        output_of(call, q.shape, q.dtype),
+        backend=name,
         seq_lens=lengths,
         max_q=max_q,
         max_kv=integer("max_seq_len", max_seq_len),
         cum_seq_lens_q=cum_q,
-        **pages(given, key, value),
+        **pages(call, key, value),
     )
 
 
@@ -184,50 +184,50 @@ def xqa_batch_decode_with_kv_cache(
     Returns:
         ``out``.
     """
-    given = Arguments.of(xqa_batch_decode_with_kv_cache, locals())
-    given.refuse("kv_cache_sf")
+    call = Arguments.of(xqa_batch_decode_with_kv_cache, locals())
+    call.refuse("kv_cache_sf")
     if q_len_per_req is None:
         raise UsageError("q_len_per_req: None, expected the query tokens of a request, or their bound")
-    given.backend_on(view_of(query, "query").device, XQA)
+    call.backend_on(view_of(query, "query").device, XQA)
     q_len = integer("q_len_per_req", q_len_per_req)
-    return _decode_native(given, q_len, q_cu_seq_lens, {"max_q_len": "q_len_per_req"})
+    return _decode_native(call, q_len, q_cu_seq_lens, {"max_q_len": "q_len_per_req"})
 
 
-def _decode_native(given: Arguments, q_len: int, q_cu_seq_lens: Any, names: Mapping[str, str]) -> Any:
+def _decode_native(call: Arguments, q_len: int, q_cu_seq_lens: Any, names: Mapping[str, str]) -> Any:
     """Decode a query ``[tokens, q_heads, head_dim]`` on native kernels; ``names`` as for ``decode_batch``."""
-    if is_fp4(given):
+    if is_fp4(call):
         raise UsageError("out_dtype or out is nvfp4: backend xqa writes bfloat16, float16 and float8_e4m3fn")
-    q, lengths = query_of(given.query, 3), lengths_of(given.seq_lens)
+    q, lengths = query_of(call.query, 3), lengths_of(call.seq_lens)
     batch, ragged = lengths.shape[0], q_cu_seq_lens is not None
     if not ragged and (q_len < 1 or q.shape[0] != batch * q_len):
         raise UsageError(f"query: {q.shape[0]} tokens for {batch} requests of {q_len}")
-    caches = cache_pair(given.kv_cache, given.kv_layout)
-    rank = options_of_rank(given, q.device, batch, q_len)
-    output = output_of(given, q.shape, q.dtype)
+    caches = cache_pair(call.kv_cache, call.kv_layout)
+    rank = options_of_rank(call, q.device, batch, q_len)
+    output = output_of(call, q.shape, q.dtype)
     # FlashInfer: kv_scale = bmm2 * o_scale, q_scale = bmm1 / kv_scale * sqrt(D), rcp_out_scale = 1 / o_scale. By the
     # algebra of xqa: scores x bmm1; output x bmm2 where it is e4m3, else x bmm2 * o_scale.
-    scale = factor_of("bmm2_scale", given.bmm2_scale, q.device)
-    if output.view.dtype != E4M3 and given.o_scale is not None:
-        scale = times(scale, factor_of("o_scale", given.o_scale, q.device), given.runtime)
-    lse = tensor_or_none(given.lse, "lse", q.device, written=True)
+    scale = factor_of("bmm2_scale", call.bmm2_scale, q.device)
+    if output.view.dtype != E4M3 and call.o_scale is not None:
+        scale = times(scale, factor_of("o_scale", call.o_scale, q.device), call.runtime)
+    lse = tensor_or_none(call.lse, "lse", q.device, written=True)
     if lse is not None and lse.shape != q.shape[:2]:
         raise UsageError(f"lse: shape {lse.shape}, expected {q.shape[:2]}")
     return decode_batch(
         paged_decode,
-        given,
+        call,
         names,
         nested_tokens(q, batch, q_len) if q_len > 1 and not ragged else q,
         caches,
-        page_table_of(given),
+        page_table_of(call),
         lengths,
         output,
-        page_size=caches[0].shape[1 if given.kv_layout == "NHD" else 2],
+        page_size=caches[0].shape[1 if call.kv_layout == "NHD" else 2],
         output_scale=scale,
-        kv_layout=given.kv_layout,
+        kv_layout=call.kv_layout,
         q_cu_seq_lens=q_cu_seq_lens,
         max_q_len=q_len if ragged else None,
-        mask=given.mask,
-        window_left=integer("window_left", given.window_left),
+        mask=call.mask,
+        window_left=integer("window_left", call.window_left),
         draft_position="index",
         **rank,
     )

@@ -103,8 +103,8 @@ def install() -> Installed:
     """
     offered = _offered()
     with _lock:
-        found = list(_functions_of(_modules_of_package(), offered))
-        replacements = tuple(_Replacement(name, theirs, _copy_of(offered[name])) for name, theirs in found)
+        functions = list(_functions_of(_modules_of_package(), offered))
+        replacements = tuple(_Replacement(name, theirs, _copy_of(offered[name])) for name, theirs in functions)
         mine = {id(one.ours): one for one in _State.replacements}
         # A function that is replaced already is found as our copy of it.
         fresh = tuple(one for one in replacements if id(one.theirs) not in mine)
@@ -157,14 +157,14 @@ def _functions_of(modules: Iterator[ModuleType], names: Mapping[str, Any]) -> It
 def _copy_of(function: _Function) -> _Function:
     """Another function object with the code of ``function``: a call costs what it costs there."""
     assert isinstance(function, FunctionType)
-    made = FunctionType(
+    copy = FunctionType(
         function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
     )
-    made.__kwdefaults__ = function.__kwdefaults__
-    made.__dict__.update(vars(function))
-    made.__module__, made.__doc__ = function.__module__, function.__doc__
-    made.__qualname__, made.__annotations__ = function.__qualname__, function.__annotations__
-    return made
+    copy.__kwdefaults__ = function.__kwdefaults__
+    copy.__dict__.update(vars(function))
+    copy.__module__, copy.__doc__ = function.__module__, function.__doc__
+    copy.__qualname__, copy.__annotations__ = function.__qualname__, function.__annotations__
+    return copy
 
 
 def _replace(replacements: Mapping[int, _Function]) -> None:

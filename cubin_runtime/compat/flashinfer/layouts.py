@@ -95,15 +95,15 @@ def like_query(q: TensorView, view: TensorView, name: str, trailing: int) -> Ten
     Raises:
         UsageError: ``view`` has another shape.
     """
-    wanted, end = q.shape[:-1], len(view.shape) - trailing
+    leading, end = q.shape[:-1], len(view.shape) - trailing
     shape, row = view.shape[:end], view.shape[end:]
-    if shape == wanted:
+    if shape == leading:
         return view
-    if len(wanted) == 3 and shape == (wanted[0] * wanted[1], wanted[2]):
-        return nested_tokens(view, wanted[0], wanted[1])
-    if len(shape) == 3 and shape[1] == 1 and (shape[0], shape[2]) == wanted:
+    if len(leading) == 3 and shape == (leading[0] * leading[1], leading[2]):
+        return nested_tokens(view, leading[0], leading[1])
+    if len(shape) == 3 and shape[1] == 1 and (shape[0], shape[2]) == leading:
         return without(view, 1)
-    raise UsageError(f"{name}: shape {view.shape}, expected {(*wanted, *row)}")
+    raise UsageError(f"{name}: shape {view.shape}, expected {(*leading, *row)}")
 
 
 def _halves(view: TensorView, name: str) -> list[TensorView]:

@@ -14,11 +14,11 @@ from .layouts import without
 
 def lengths_of(seq_lens: Any) -> TensorView:
     """KV lengths as ``[batch]``, which dimensions of 1 may follow; raises ``UsageError`` for another shape."""
-    view = given = view_of(seq_lens, "seq_lens")
+    view = whole = view_of(seq_lens, "seq_lens")
     while len(view.shape) > 1 and view.shape[-1] == 1:
         view = without(view, len(view.shape) - 1)
     if len(view.shape) != 1:
-        raise UsageError(f"seq_lens: shape {given.shape}, expected [batch] or [batch, 1]")
+        raise UsageError(f"seq_lens: shape {whole.shape}, expected [batch] or [batch, 1]")
     return view
 
 
@@ -48,7 +48,7 @@ def check_none_empty(name: str, lengths: Any) -> None:
             raise UsageError(f"{name}: request {request} has {length} tokens, expected at least 1 with ragged keys")
 
 
-def query_lengths(given: Arguments, q_len: int | None, batch: int, tokens: int) -> tuple[int, TensorView | None]:
+def query_lengths(call: Arguments, q_len: int | None, batch: int, tokens: int) -> tuple[int, TensorView | None]:
     """The bound on the query lengths, and the view of ``cum_seq_lens_q`` or, where all are ``q_len``, None.
 
     Without ``max_q_len``, ``cum_seq_lens_q`` is read back, which waits for the device.
@@ -57,7 +57,7 @@ def query_lengths(given: Arguments, q_len: int | None, batch: int, tokens: int) 
         UsageError: both ``q_len`` and ``cum_seq_lens_q`` are given, or neither; or the latter is not a vector of
             int32 that increases to the number of tokens, or would be read back while a stream captures.
     """
-    max_q_len, cum_seq_lens_q = given.max_q_len, given.cum_seq_lens_q
+    max_q_len, cum_seq_lens_q = call.max_q_len, call.cum_seq_lens_q
     if cum_seq_lens_q is None:
         if max_q_len is not None:
             raise UsageError(
@@ -72,7 +72,7 @@ def query_lengths(given: Arguments, q_len: int | None, batch: int, tokens: int) 
     check_vector("cum_seq_lens_q", view, batch + 1, "int32", view.device)
     if max_q_len is not None:
         return integer("max_q_len", max_q_len), view
-    memory, driver = given.runtime.memory, given.runtime.driver
+    memory, driver = call.runtime.memory, call.runtime.driver
     stream = memory.current_stream(cum_seq_lens_q)
     with driver.using(driver.context_on(view.device)):
         if driver.is_capturing(stream):

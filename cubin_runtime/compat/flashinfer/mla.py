@@ -34,9 +34,9 @@ _BASE_2_PAGES = (32, 64)
 _BASE_E_HEADS = range(65, 128)
 
 
-def _output_shape(given: Mapping[str, Any]) -> tuple[int, ...]:
+def _output_shape(call: Mapping[str, Any]) -> tuple[int, ...]:
     """The shape of an output for a call's arguments."""
-    return (*given["query"].shape[:-1], given["kv_lora_rank"])
+    return (*call["query"].shape[:-1], call["kv_lora_rank"])
 
 
 @operator_function(scales=SCALES, memory=MEMORY, op=partial(torch_op, shape=_output_shape, dtype="bfloat16"))
@@ -111,10 +111,10 @@ def trtllm_batch_decode_with_kv_cache_mla(
         ``out``, or (``out``, ``lse``); lse is float32 ``[tokens, heads]``, or the caller's, which may also have
         ``[batch, q_len, heads]``.
     """
-    given = Arguments.of(trtllm_batch_decode_with_kv_cache_mla, locals())
-    given.refuse("cute_dsl_impl", "kv_scale_format", "use_fp16_softmax")
+    call = Arguments.of(trtllm_batch_decode_with_kv_cache_mla, locals())
+    call.refuse("cute_dsl_impl", "kv_scale_format", "use_fp16_softmax")
     if not enable_dcp:
-        given.refuse("cp_world", "cp_rank", "causal_seqlens_kv_global")
+        call.refuse("cp_world", "cp_rank", "causal_seqlens_kv_global")
     elif causal_seqlens_kv_global is None:
         raise UsageError("causal_seqlens_kv_global: None with enable_dcp, expected the lengths on all ranks")
     _check_lse_base(return_lse_base)
@@ -125,11 +125,11 @@ def trtllm_batch_decode_with_kv_cache_mla(
     lengths = view_of(seq_lens, "seq_lens")
     batch = batch_of(lengths)
     _check_query(by_request, lengths, kv_lora_rank + qk_rope_head_dim)
-    found = given.backend_on(q.device, backend)
-    max_q, cum_q = query_lengths(given, by_request.shape[1] if nested else None, batch, q.shape[0])
-    if found == XQA:
-        given.refuse("sparse_mla_top_k", "sparse_mla_top_k_lens", backend=found)
-        check_skip_factor(given)
+    name = call.backend_on(q.device, backend)
+    max_q, cum_q = query_lengths(call, by_request.shape[1] if nested else None, batch, q.shape[0])
+    if name == XQA:
+        call.refuse("sparse_mla_top_k", "sparse_mla_top_k_lens", backend=name)
+        check_skip_factor(call)
         dealing: dict[str, Any] = {}
         if enable_dcp:
             named = view_of(causal_seqlens_kv_global, "causal_seqlens_kv_global")
@@ -137,21 +137,21 @@ def trtllm_batch_decode_with_kv_cache_mla(
             if (cp_world, cp_rank) != (1, 0):  # that rank has all keys
                 dealing = {"global_seq_lens": named, "cp_world": cp_world, "cp_rank": cp_rank}
         bound = None if nested else max_q
-        return _decode_native(given, by_request, lengths, kv_lora_rank, bound, cum_q, **dealing)
-    given.refuse("enable_dcp", backend=found)
+        return _decode_native(call, by_request, lengths, kv_lora_rank, bound, cum_q, **dealing)
+    call.refuse("enable_dcp", backend=name)
     cache = latent_cache(kv_cache)
     return run_call(
         DecodeCall,
-        given,
+        call,
         q,
-        _output(given, by_request, kv_lora_rank),
-        backend=found,
+        _output(call, by_request, kv_lora_rank),
+        backend=name,
         seq_lens=lengths,
         max_q=max_q,
         max_kv=integer("max_seq_len", max_seq_len),
         cum_seq_lens_q=cum_q,
-        natural_lse=_has_natural_lse(given, q.shape[1], cache.shape[2]),
-        **pages(given, cache, cache),
+        natural_lse=_has_natural_lse(call, q.shape[1], cache.shape[2]),
+        **pages(call, cache, cache),
         top_k=integer("sparse_mla_top_k", sparse_mla_top_k),
         top_k_lens=tensor_or_none(sparse_mla_top_k_lens, "sparse_mla_top_k_lens", q.device),
     )
@@ -193,16 +193,16 @@ def xqa_batch_decode_with_kv_cache_mla(
     Returns:
         ``out``.
     """
-    given = Arguments.of(xqa_batch_decode_with_kv_cache_mla, locals())
+    call = Arguments.of(xqa_batch_decode_with_kv_cache_mla, locals())
     _check_head_dims(qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim, 0)
     q, lengths = query_of(query, 4), lengths_of(seq_lens)
     _check_query(q, lengths, kv_lora_rank + qk_rope_head_dim)
-    given.backend_on(q.device, XQA)
-    return _decode_native(given, q, lengths, kv_lora_rank)
+    call.backend_on(q.device, XQA)
+    return _decode_native(call, q, lengths, kv_lora_rank)
 
 
 def _decode_native(
-    given: Arguments,
+    call: Arguments,
     q: TensorView,
     lengths: TensorView,
     latent: int,
@@ -210,18 +210,18 @@ def _decode_native(
     q_cu_seq_lens: TensorView | None = None,
     **dealing: Any,
 ) -> Any:
-    output, cache, table = _output(given, q, latent), latent_cache(given.kv_cache), page_table_of(given)
+    output, cache, table = _output(call, q, latent), latent_cache(call.kv_cache), page_table_of(call)
     return decode_batch(
         mla_decode,
-        given,
+        call,
         {"q_cu_seq_lens": "cum_seq_lens_q", "global_seq_lens": "causal_seqlens_kv_global"},
         q,
         (cache,),
-        table if given.uses_shared_paged_kv_idx else without(table, 1),  # values lie in their keys
+        table if call.uses_shared_paged_kv_idx else without(table, 1),  # values lie in their keys
         lengths,
         output,
         page_size=cache.shape[2],
-        natural_lse=_has_natural_lse(given, q.shape[-2], cache.shape[2]),
+        natural_lse=_has_natural_lse(call, q.shape[-2], cache.shape[2]),
         max_q_len=max_q_len,
         q_cu_seq_lens=q_cu_seq_lens,
         **dealing,
@@ -233,12 +233,12 @@ def _check_lse_base(base: Any) -> None:
         raise UsageError(f"return_lse_base={base!r}: expected None, {' or '.join(map(repr, _LSE_BASES))}")
 
 
-def _has_natural_lse(given: Arguments, heads: int, page_size: int) -> bool:
+def _has_natural_lse(call: Arguments, heads: int, page_size: int) -> bool:
     """Return whether the LSE leaves in base e."""
-    if given.return_lse_base is not None:
-        return given.return_lse_base == "basee"
+    if call.return_lse_base is not None:
+        return call.return_lse_base == "basee"
     of_cute_dsl = heads in _BASE_E_HEADS or page_size not in _BASE_2_PAGES
-    return given.enable_dcp or given.cum_seq_lens_q is not None or of_cute_dsl
+    return call.enable_dcp or call.cum_seq_lens_q is not None or of_cute_dsl
 
 
 def _check_head_dims(nope: int, lora: int, rope: int, top_k: int) -> None:
@@ -258,11 +258,11 @@ def _check_query(query: TensorView, lengths: TensorView, width: int) -> None:
         raise UsageError(f"query: batch {query.shape[0]}, seq_lens has {lengths.shape[0]}")
 
 
-def _output(given: Arguments, q: TensorView, latent: int) -> Output:
+def _output(call: Arguments, q: TensorView, latent: int) -> Output:
     """The output for ``q``; with one token per request, a caller's may lack the dimension of tokens."""
     shape = (*q.shape[:-1], latent)
-    if given.out is not None and not is_fp4(given) and len(shape) == 4 and shape[1] == 1:
-        view = view_of(given.out, "out", written=True)
+    if call.out is not None and not is_fp4(call) and len(shape) == 4 and shape[1] == 1:
+        view = view_of(call.out, "out", written=True)
         if view.shape == (shape[0], *shape[2:]):
-            return Output(given.out, nested_tokens(view, shape[0], 1))
-    return output_of(given, shape, "bfloat16")
+            return Output(call.out, nested_tokens(view, shape[0], 1))
+    return output_of(call, shape, "bfloat16")

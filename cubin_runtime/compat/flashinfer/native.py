@@ -30,32 +30,32 @@ _BATCH_NAMES = {
 }
 
 
-def check_skip_factor(given: Arguments) -> None:
+def check_skip_factor(call: Arguments) -> None:
     """Check the factor with which a kernel may skip keys of little weight; native kernels skip none.
 
     Raises:
         UsageError: it is no number, or below 0.
     """
-    factor = given.skip_softmax_threshold_scale_factor
+    factor = call.skip_softmax_threshold_scale_factor
     if factor is not None and not (isinstance(factor, (int, float)) and factor >= 0):
         raise UsageError(f"skip_softmax_threshold_scale_factor={factor!r}: expected None, 0 or more")
 
 
-def page_table_of(given: Arguments) -> TensorView:
+def page_table_of(call: Arguments) -> TensorView:
     """``block_tables``; raises ``UsageError`` unless its shape is what ``uses_shared_paged_kv_idx`` says."""
-    table = view_of(given.block_tables, "block_tables")
-    shares = given.uses_shared_paged_kv_idx
+    table = view_of(call.block_tables, "block_tables")
+    shares = call.uses_shared_paged_kv_idx
     if len(table.shape) != (2 if shares else 3) or (not shares and table.shape[1] != 2):
-        wanted = "[batch, columns]" if shares else "[batch, 2, columns]"
+        shape = "[batch, columns]" if shares else "[batch, 2, columns]"
         raise UsageError(
-            f"block_tables: shape {table.shape}, expected {wanted} with uses_shared_paged_kv_idx={bool(shares)}"
+            f"block_tables: shape {table.shape}, expected {shape} with uses_shared_paged_kv_idx={bool(shares)}"
         )
     return table
 
 
 def decode_batch(
     decode: Callable[..., Any],
-    given: Arguments,
+    call: Arguments,
     names: Mapping[str, str],
     q: TensorView,
     caches: tuple[TensorView, ...],
@@ -82,32 +82,32 @@ def decode_batch(
         as ``decode``.
     """
     device, tokens = q.device, q.shape[0] if len(q.shape) == 3 else q.shape[0] * q.shape[1]
-    lse = lse_of(given, (tokens, q.shape[-2]), natural=natural_lse)
+    lse = lse_of(call, (tokens, q.shape[-2]), natural=natural_lse)
     lse_view = tensor_or_none(lse, "lse", device, written=True)
-    workspace = split_workspace(given.workspace_buffer, device)
+    workspace = split_workspace(call.workspace_buffer, device)
     try:
         launch(
             decode,
-            given,
+            call,
             {**_BATCH_NAMES, **names},
             (q, *caches, pages, lengths),
             out=like_query(q, output.view, "out", 1),
             lse=None if lse_view is None else like_query(q, lse_view, "lse", 0),
-            softmax_scale=scores_factor(given, device),
-            output_scale=output_scale or factor_of("bmm2_scale", given.bmm2_scale, device),
-            max_seq_len=min(integer("max_seq_len", given.max_seq_len), pages.shape[-1] * page_size),
+            softmax_scale=scores_factor(call, device),
+            output_scale=output_scale or factor_of("bmm2_scale", call.bmm2_scale, device),
+            max_seq_len=min(integer("max_seq_len", call.max_seq_len), pages.shape[-1] * page_size),
             workspace=workspace,
-            batch_invariant=given.batch_invariant,
+            batch_invariant=call.batch_invariant,
             **options,
         )
     except WorkspaceError as error:
         raise WorkspaceError(f"workspace_buffer, behind its {SEMAPHORE_BYTES} bytes of semaphores: {error}") from error
-    return with_lse(given, output, lse, natural=natural_lse)
+    return with_lse(call, output, lse, natural=natural_lse)
 
 
 def launch(
     decode: Callable[..., Any],
-    given: Arguments,
+    call: Arguments,
     names: Mapping[str, str],
     tensors: tuple[Any, ...],
     **options: Any,
@@ -116,15 +116,15 @@ def launch(
 
     ``names`` maps arguments of ``decode`` to those of the caller's operator where the names differ: errors use them.
     """
-    rt, device = given.runtime, tensors[0].device
+    rt, device = call.runtime, tensors[0].device
     has_pdl = rt.driver.device(device).capability >= _DEPENDENT_LAUNCH_FROM
     try:
         full_path(decode)(
             *tensors,
-            sinks=sinks_of(given.sinks, "sinks", device),
-            stream=rt.memory.current_stream(given.query),
+            sinks=sinks_of(call.sinks, "sinks", device),
+            stream=rt.memory.current_stream(call.query),
             backend=NATIVE,
-            enable_pdl=has_pdl if given.enable_pdl is None else bool(given.enable_pdl),
+            enable_pdl=has_pdl if call.enable_pdl is None else bool(call.enable_pdl),
             runtime=rt,
             **options,
         )

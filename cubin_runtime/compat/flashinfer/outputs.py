@@ -58,53 +58,53 @@ class Output:
     block_scales: OutScales | None = None
 
 
-def output_of(given: Arguments, shape: tuple[int, ...], default_dtype: str) -> Output:
+def output_of(call: Arguments, shape: tuple[int, ...], default_dtype: str) -> Output:
     """The output, allocated if it was not given; ``shape`` is in elements.
 
     Raises:
         UsageError: the dtype or shape is wrong, or there are FP4 options without an FP4 output.
     """
-    if is_fp4(given):
-        return _fp4_output(given, shape)
-    if given.o_sf_scale is not None or given.o_sf_vec_size is not None:
+    if is_fp4(call):
+        return _fp4_output(call, shape)
+    if call.o_sf_scale is not None or call.o_sf_vec_size is not None:
         raise UsageError("o_sf_scale or o_sf_vec_size without an nvfp4 output: expected None")
-    out, wanted = given.out, _dtype_word(given.out_dtype)
-    if wanted is not None and not is_dtype(wanted):
+    out, dtype = call.out, _dtype_word(call.out_dtype)
+    if dtype is not None and not is_dtype(dtype):
         expected = ", ".join((*ITEM_BYTES, NVFP4))
-        raise UsageError(f"out_dtype={shown(given.out_dtype)}: expected None or one of {expected}")
+        raise UsageError(f"out_dtype={shown(call.out_dtype)}: expected None or one of {expected}")
     if out is None:
-        out = given.runtime.memory.empty(given.query, shape, wanted or default_dtype)
+        out = call.runtime.memory.empty(call.query, shape, dtype or default_dtype)
     view = view_of(out, "out", written=True)
     if view.shape != shape:
         raise UsageError(f"out: shape {view.shape}, expected {shape}")
-    if wanted is not None and view.dtype != wanted:
-        raise UsageError(f"out: dtype {view.dtype}, out_dtype says {wanted}")
+    if dtype is not None and view.dtype != dtype:
+        raise UsageError(f"out: dtype {view.dtype}, out_dtype says {dtype}")
     return Output(out, view)
 
 
-def is_fp4(given: Arguments) -> bool:
+def is_fp4(call: Arguments) -> bool:
     """Return whether the output is FP4: by its dtype, or because it is an ``FP4Tensor`` (ours or FlashInfer's)."""
-    return _dtype_word(given.out_dtype) == NVFP4 or (hasattr(given.out, "data") and hasattr(given.out, "scale"))
+    return _dtype_word(call.out_dtype) == NVFP4 or (hasattr(call.out, "data") and hasattr(call.out, "scale"))
 
 
-def lse_of(given: Arguments, shape: tuple[int, int], *, natural: bool = False) -> Any:
+def lse_of(call: Arguments, shape: tuple[int, int], *, natural: bool = False) -> Any:
     """The LSE tensor: the caller's, a new one if it is to be returned, else None.
 
     Raises:
         UsageError: it leaves in base e, ``natural``, and the caller's cannot be scaled.
     """
-    if given.lse is None:
-        return given.runtime.memory.empty(given.query, shape, "float32") if given.return_lse else None
+    if call.lse is None:
+        return call.runtime.memory.empty(call.query, shape, "float32") if call.return_lse else None
     if natural:
-        given.runtime.memory.check_scalable("lse", given.lse)
-    return given.lse
+        call.runtime.memory.check_scalable("lse", call.lse)
+    return call.lse
 
 
-def with_lse(given: Arguments, output: Output, lse: Any, *, natural: bool = False) -> Any:
+def with_lse(call: Arguments, output: Output, lse: Any, *, natural: bool = False) -> Any:
     """Return the result: (output, lse), or output. Kernels fill ``lse`` in base 2; it leaves in base e if natural."""
     if lse is not None and natural:
-        given.runtime.memory.scale_in_place(lse, math.log(2))
-    return (output.tensor, lse) if given.return_lse else output.tensor
+        call.runtime.memory.scale_in_place(lse, math.log(2))
+    return (output.tensor, lse) if call.return_lse else output.tensor
 
 
 def _dtype_word(dtype: Any) -> str | None:
@@ -117,15 +117,15 @@ def _dtype_word(dtype: Any) -> str | None:
         return ""
 
 
-def _fp4_output(given: Arguments, shape: tuple[int, ...]) -> Output:
-    out, query, empty = given.out, given.query, given.runtime.memory.empty
+def _fp4_output(call: Arguments, shape: tuple[int, ...]) -> Output:
+    out, query, empty = call.out, call.query, call.runtime.memory.empty
     dtype = view_of(query, "query").dtype
     if dtype != E4M3:
         raise UsageError(f"query: dtype {dtype}, expected float8_e4m3fn for an nvfp4 output")
-    if given.o_sf_scale is None:
+    if call.o_sf_scale is None:
         raise UsageError("o_sf_scale: None, expected a number for an nvfp4 output")
-    if given.o_sf_vec_size not in (None, _SCALE_BLOCK):
-        raise UsageError(f"o_sf_vec_size={given.o_sf_vec_size}: expected {_SCALE_BLOCK}")
+    if call.o_sf_vec_size not in (None, _SCALE_BLOCK):
+        raise UsageError(f"o_sf_vec_size={call.o_sf_vec_size}: expected {_SCALE_BLOCK}")
     columns = _round_up(prod(shape[1:]) // _SCALE_BLOCK, _SCALE_COLUMNS)
     packed = (*shape[:-1], -(-shape[-1] // 2))
     if out is None:
@@ -141,7 +141,7 @@ def _fp4_output(given: Arguments, shape: tuple[int, ...]) -> Output:
         raise UsageError(f"out.scale: {scale.dtype} {scale.shape}, expected float8_e4m3fn [rows, {columns}]")
     if not 0 <= first <= scale.shape[0] - shape[0]:
         raise UsageError(f"out.scale_start_index={first}: expected {shape[0]} rows from it within {scale.shape[0]}")
-    return Output(out, view, OutScales(scale, float(given.o_sf_scale), _SCALE_BLOCK, first))
+    return Output(out, view, OutScales(scale, float(call.o_sf_scale), _SCALE_BLOCK, first))
 
 
 def _round_up(value: int, to: int) -> int:

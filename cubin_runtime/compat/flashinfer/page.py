@@ -102,13 +102,13 @@ def append_paged_mla_kv_cache(
         kpe_cache: ``[pages, page_size, rope]``.
         batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len: as for ``append_paged_kv_cache``.
     """
-    given: tuple[tuple[str, Any, int], ...] = (
+    pairs: tuple[tuple[str, Any, int], ...] = (
         ("append_ckv", append_ckv, 2),
         ("append_kpe", append_kpe, 2),
         ("ckv_cache", ckv_cache, 3),
         ("kpe_cache", kpe_cache, 3),
     )
-    for name, tensor, rank in given:
+    for name, tensor, rank in pairs:
         shape_of(tensor, name, rank)
     _check_last_pages(kv_last_page_len, kv_indptr)
     try:

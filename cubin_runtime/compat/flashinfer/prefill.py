@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from .outputs import FP4Output
 
 
-def _ragged_shape(given: Mapping[str, Any]) -> tuple[int, ...]:
+def _ragged_shape(call: Mapping[str, Any]) -> tuple[int, ...]:
     """The shape of an output for a call's arguments."""
-    return (*given["query"].shape[:2], given["value"].shape[-1])
+    return (*call["query"].shape[:2], call["value"].shape[-1])
 
 
 @operator_function(scales=SCALES, bound="max_kv_len", memory=MEMORY, op=torch_op)
@@ -82,25 +82,25 @@ def trtllm_batch_context_with_kv_cache(
     Returns:
         ``out``, or (``out``, ``lse``).
     """
-    given = Arguments.of(trtllm_batch_context_with_kv_cache, locals())
-    given.refuse("use_fp16_softmax", "uses_spcompress")
+    call = Arguments.of(trtllm_batch_context_with_kv_cache, locals())
+    call.refuse("use_fp16_softmax", "uses_spcompress")
     q, lengths = query_of(query, 3), lengths_of(seq_lens)
     check_batch(batch_size, lengths)
-    found, max_kv = context_backend(given, q.device, backend), integer("max_kv_len", max_kv_len)
-    if found == NATIVE:
-        return attend_paged(given, q, lengths, max_kv, causal, cum_seq_lens_kv)
+    name, max_kv = context_backend(call, q.device, backend), integer("max_kv_len", max_kv_len)
+    if name == NATIVE:
+        return attend_paged(call, q, lengths, max_kv, causal, cum_seq_lens_kv)
     key, value = cache_pair_by_head(kv_cache, kv_layout)
     return run_call(
         ContextCall,
-        given,
+        call,
         q,
-        output_of(given, q.shape, q.dtype),
-        backend=found,
+        output_of(call, q.shape, q.dtype),
+        backend=name,
         seq_lens=lengths,
         max_q=integer("max_q_len", max_q_len),
         max_kv=max_kv,
         cum_seq_lens_q=view_of(cum_seq_lens_q, "cum_seq_lens_q"),
-        **pages(given, key, value),
+        **pages(call, key, value),
         cum_seq_lens_kv=view_of(cum_seq_lens_kv, "cum_seq_lens_kv"),
         causal=causal,
     )
@@ -167,19 +167,19 @@ def trtllm_ragged_attention_deepseek(
     Returns:
         ``out``, or (``out``, ``lse``).
     """
-    given = Arguments.of(trtllm_ragged_attention_deepseek, locals(), sinks=attention_sinks, o_sf_scale=None)
-    given.refuse("use_fp16_softmax", "uses_spcompress")
+    call = Arguments.of(trtllm_ragged_attention_deepseek, locals(), sinks=attention_sinks, o_sf_scale=None)
+    call.refuse("use_fp16_softmax", "uses_spcompress")
     q, lengths, v = query_of(query, 3), lengths_of(seq_lens), view_of(value, "value")
     if len(v.shape) != 3:
         raise UsageError(f"value: shape {v.shape}, expected 3 dimensions")
     check_batch(batch_size, lengths)
-    found, max_kv = context_backend(given, q.device, backend), integer("max_kv_len", max_kv_len)
+    name, max_kv = context_backend(call, q.device, backend), integer("max_kv_len", max_kv_len)
     _check_quadruple("sage_attn_sfs", sage_attn_sfs)
     _check_quadruple("num_elts_per_sage_attn_blk", num_elts_per_sage_attn_blk)
-    if found == NATIVE:
+    if name == NATIVE:
         if any(scale is not None for scale in sage_attn_sfs):
-            raise UsageError(f"sage_attn_sfs: given, expected None: backend {found!r} has no kernel for SageAttention")
-        return attend_ragged(given, (q, view_of(key, "key"), v), lengths, max_kv, is_causal, cum_seq_lens_kv)
+            raise UsageError(f"sage_attn_sfs: given, expected None: backend {name!r} has no kernel for SageAttention")
+        return attend_ragged(call, (q, view_of(key, "key"), v), lengths, max_kv, is_causal, cum_seq_lens_kv)
     check_none_empty("q_seq_lens_cpu", q_seq_lens_cpu)
     check_none_empty("kv_seq_lens_cpu", kv_seq_lens_cpu)
     if not skip_all_rows_active_check and (q_seq_lens_cpu is None or kv_seq_lens_cpu is None):
@@ -193,10 +193,10 @@ def trtllm_ragged_attention_deepseek(
     blocks = (integer("num_elts_per_sage_attn_blk", block) for block in num_elts_per_sage_attn_blk)
     return run_call(
         RaggedCall,
-        given,
+        call,
         q,
-        output_of(given, (*q.shape[:2], v.shape[-1]), default),
-        backend=found,
+        output_of(call, (*q.shape[:2], v.shape[-1]), default),
+        backend=name,
         sinks_name="attention_sinks",
         seq_lens=lengths,
         max_q=integer("max_q_len", max_q_len),

@@ -20,24 +20,24 @@ LOG2_E = math.log2(math.e)
 _LN_2 = math.nextafter(1 / LOG2_E, 0.0)
 
 
-def factor_of(name: str, given: Any, device: int) -> ScaleProduct:
+def factor_of(name: str, value: Any, device: int) -> ScaleProduct:
     """A finite number or a float32 scalar on the device, for native kernels.
 
     Raises:
         UsageError: anything else, or a tensor on another device; the message begins with ``name``.
     """
-    if isinstance(given, Real):
-        return ScaleProduct(float32_number(name, given))
-    scale_of(name, view_of(given, name), device)
-    return ScaleProduct(1.0, given)
+    if isinstance(value, Real):
+        return ScaleProduct(float32_number(name, value))
+    scale_of(name, view_of(value, name), device)
+    return ScaleProduct(1.0, value)
 
 
-def scores_factor(given: Arguments, device: int) -> ScaleProduct:
+def scores_factor(call: Arguments, device: int) -> ScaleProduct:
     """The scale of the scores, natural or in base 2, for native kernels; errors as ``scores_scale``."""
-    if given.bmm1_scale_log2 is None:
-        return factor_of("bmm1_scale", given.bmm1_scale, device)
-    scale_of("bmm1_scale_log2", view_of(given.bmm1_scale_log2, "bmm1_scale_log2"), device)
-    return ScaleProduct(_LN_2, given.bmm1_scale_log2)
+    if call.bmm1_scale_log2 is None:
+        return factor_of("bmm1_scale", call.bmm1_scale, device)
+    scale_of("bmm1_scale_log2", view_of(call.bmm1_scale_log2, "bmm1_scale_log2"), device)
+    return ScaleProduct(_LN_2, call.bmm1_scale_log2)
 
 
 def times(first: ScaleProduct, second: ScaleProduct, runtime: Runtime) -> ScaleProduct:
@@ -49,22 +49,22 @@ def times(first: ScaleProduct, second: ScaleProduct, runtime: Runtime) -> ScaleP
 
 
 def head_scales(
-    given: Arguments, q: TensorView, out: TensorView, of_scores: float = 1.0
+    call: Arguments, q: TensorView, out: TensorView, of_scores: float = 1.0
 ) -> tuple[ScaleProduct, ScaleProduct]:
     """Scales of scores and output: q_scale * kv_scale * ``of_scores``, and kv_scale * rcp_out_scale.
 
     Raises:
         UsageError: as ``factor_of``; or ``rcp_out_scale`` is not 1 although the output is not e4m3.
     """
-    rt, factor = given.runtime, given.rcp_out_scale
+    rt, factor = call.runtime, call.rcp_out_scale
     if factor != 1.0 and out.dtype != E4M3:
         raise UsageError(f"rcp_out_scale={factor}: output is {out.dtype}, expected 1.0 unless it is {E4M3}")
-    of_q, of_kv = factor_of("q_scale", given.q_scale, q.device), factor_of("kv_scale", given.kv_scale, q.device)
+    of_q, of_kv = factor_of("q_scale", call.q_scale, q.device), factor_of("kv_scale", call.kv_scale, q.device)
     scores = times(times(of_q, of_kv, rt), ScaleProduct(of_scores), rt)
     return scores, times(of_kv, factor_of("rcp_out_scale", factor, q.device), rt)
 
 
-def scores_scale(given: Arguments, device: int) -> tuple[Scale, Any]:
+def scores_scale(call: Arguments, device: int) -> tuple[Scale, Any]:
     """The scale of the scores for trtllm-gen kernels, which expect a scale on the device to include log2(e).
 
     Returns:
@@ -73,21 +73,21 @@ def scores_scale(given: Arguments, device: int) -> tuple[Scale, Any]:
     Raises:
         UsageError: the scale is neither a number nor a float32 scalar on ``device``, ``bmm1_scale_log2`` no scalar.
     """
-    bmm1, in_base_2 = given.bmm1_scale, given.bmm1_scale_log2
+    bmm1, in_base_2 = call.bmm1_scale, call.bmm1_scale_log2
     if in_base_2 is not None:
         return scale_of("bmm1_scale_log2", view_of(in_base_2, "bmm1_scale_log2"), device), None
     scale = scale_from("bmm1_scale", bmm1, device)
     if isinstance(bmm1, Real):
         return scale, None
-    made = given.runtime.memory.scaled(bmm1, LOG2_E)
-    return scale_of("bmm1_scale", view_of(made, "bmm1_scale"), device), made
+    scaled = call.runtime.memory.scaled(bmm1, LOG2_E)
+    return scale_of("bmm1_scale", view_of(scaled, "bmm1_scale"), device), scaled
 
 
-def scale_from(name: str, given: Any, device: int) -> Scale:
+def scale_from(name: str, value: Any, device: int) -> Scale:
     """A number or a float32 scalar on the device, for trtllm-gen kernels; raises ``UsageError`` for anything else."""
-    if not isinstance(given, Real):
-        return scale_of(name, view_of(given, name), device)
+    if not isinstance(value, Real):
+        return scale_of(name, view_of(value, name), device)
     try:
-        return Scale(float(given))
+        return Scale(float(value))
     except OverflowError:
         return Scale(math.inf)  # for the checks of the call to refuse

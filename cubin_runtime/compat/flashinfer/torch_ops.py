@@ -30,8 +30,8 @@ _SCRATCH = ("workspace_buffer", "semaphores", "multi_ctas_kv_counter_buffer")
 _DROPPED = frozenset({*_SCRATCH, "return_lse", "out_dtype"})
 
 
-def _query_shape(given: Mapping[str, Any]) -> tuple[int, ...]:
-    return tuple(given["query"].shape)
+def _query_shape(arguments: Mapping[str, Any]) -> tuple[int, ...]:
+    return tuple(arguments["query"].shape)
 
 
 def torch_op(
@@ -49,20 +49,20 @@ def torch_op(
     written = tuple(name for name in ("out", "output", "lse") if name in parameters)
     fixed = {name: value for name, value in fixed.items() if name in parameters}
 
-    def complete(given: dict[str, Any]) -> Any:
+    def complete(arguments: dict[str, Any]) -> Any:
         import torch
 
-        query = given["query"] if "query" in given else given["q"]
-        if "output" in given:
+        query = arguments["query"] if "query" in arguments else arguments["q"]
+        if "output" in arguments:
             return None
-        if given["out"] is None:
-            made_dtype = given.get("out_dtype") or (getattr(torch, dtype) if dtype else query.dtype)
-            given["out"] = torch.empty(shape(given), dtype=made_dtype, device=query.device)
-        if not given.get("return_lse"):
-            return given["out"]
-        if given["lse"] is None:
+        if arguments["out"] is None:
+            made_dtype = arguments.get("out_dtype") or (getattr(torch, dtype) if dtype else query.dtype)
+            arguments["out"] = torch.empty(shape(arguments), dtype=made_dtype, device=query.device)
+        if not arguments.get("return_lse"):
+            return arguments["out"]
+        if arguments["lse"] is None:
             tokens = query.numel() // (query.shape[-1] * query.shape[-2])
-            given["lse"] = torch.empty((tokens, query.shape[-2]), dtype=torch.float32, device=query.device)
-        return given["out"], given["lse"]
+            arguments["lse"] = torch.empty((tokens, query.shape[-2]), dtype=torch.float32, device=query.device)
+        return arguments["out"], arguments["lse"]
 
     return TorchOp(f"flashinfer_{function.__name__}", kinds, written, fixed, complete, _DROPPED)

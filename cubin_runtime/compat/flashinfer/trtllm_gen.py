@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def run_call(
     kind: type[Call],
-    given: Arguments,
+    arguments: Arguments,
     q: TensorView,
     output: Output,
     *,
@@ -36,11 +36,11 @@ def run_call(
     Raises:
         as ``cubin_runtime.attention.trtllm_gen.run``.
     """
-    rt, device, out = given.runtime, q.device, output.view
+    rt, device, out = arguments.runtime, q.device, output.view
     # A tensor that was made for the scale must live until the launch is enqueued.
-    bmm1, _made = scores_scale(given, device)
-    bmm2 = scale_from("bmm2_scale", given.bmm2_scale, device)
-    lse = lse_of(given, (q.shape[0], q.shape[1]), natural=natural_lse)
+    bmm1, _made = scores_scale(arguments, device)
+    bmm2 = scale_from("bmm2_scale", arguments.bmm2_scale, device)
+    lse = lse_of(arguments, (q.shape[0], q.shape[1]), natural=natural_lse)
     lse_view = tensor_or_none(lse, "lse", device, written=True)
     if len(out.shape) == 4:
         if lse_view is not None and lse_view.shape == out.shape[:3]:
@@ -53,20 +53,20 @@ def run_call(
         out=out,
         bmm1=bmm1,
         bmm2=bmm2,
-        sinks=sinks_of(given.sinks, sinks_name, device),
+        sinks=sinks_of(arguments.sinks, sinks_name, device),
         lse=lse_view,
-        window_left=integer("window_left", given.window_left),
-        skip_softmax_factor=given.skip_softmax_threshold_scale_factor or 0.0,
-        pdl=given.enable_pdl is None or bool(given.enable_pdl),
-        batch_invariant=given.batch_invariant,
+        window_left=integer("window_left", arguments.window_left),
+        skip_softmax_factor=arguments.skip_softmax_threshold_scale_factor or 0.0,
+        pdl=arguments.enable_pdl is None or bool(arguments.enable_pdl),
+        batch_invariant=arguments.batch_invariant,
         **fields,
     )
-    counters = given.multi_ctas_kv_counter_buffer
-    run(call, given.workspace_buffer, counters=counters, backend=cast("TrtllmGenBackend", backend), runtime=rt)
-    return with_lse(given, output, lse, natural=natural_lse)
+    counters = arguments.multi_ctas_kv_counter_buffer
+    run(call, arguments.workspace_buffer, counters=counters, backend=cast("TrtllmGenBackend", backend), runtime=rt)
+    return with_lse(arguments, output, lse, natural=natural_lse)
 
 
-def pages(given: Arguments, key: TensorView, value: TensorView) -> dict[str, Any]:
+def pages(call: Arguments, key: TensorView, value: TensorView) -> dict[str, Any]:
     """The fields of a call for paged K and V, ``[pages, kv_heads, page_size, head_dim]`` each, and their tables.
 
     Raises:
@@ -75,10 +75,10 @@ def pages(given: Arguments, key: TensorView, value: TensorView) -> dict[str, Any
     fields = {
         "key": key,
         "value": value,
-        "block_tables": view_of(given.block_tables, "block_tables"),
-        "shares_index": given.uses_shared_paged_kv_idx,
+        "block_tables": view_of(call.block_tables, "block_tables"),
+        "shares_index": call.uses_shared_paged_kv_idx,
     }
-    if given.kv_cache_sf is not None:
-        scales = cache_pair_by_head(given.kv_cache_sf, given.kv_layout, "kv_cache_sf")
+    if call.kv_cache_sf is not None:
+        scales = cache_pair_by_head(call.kv_cache_sf, call.kv_layout, "kv_cache_sf")
         fields |= {"key_scales": scales[0], "value_scales": scales[1]}
     return fields

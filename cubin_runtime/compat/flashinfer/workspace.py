@@ -47,7 +47,7 @@ def split_workspace(workspace_buffer: Any, device: int) -> SemaphoreWorkspace | 
     return SemaphoreWorkspace(semaphores=(address, SEMAPHORE_BYTES), scratch=scratch)
 
 
-def with_enough_semaphores(given: Arguments, rows: int, device: int) -> SemaphoreWorkspace | TorchScratch:
+def with_enough_semaphores(call: Arguments, rows: int, device: int) -> SemaphoreWorkspace | TorchScratch:
     """A caller's semaphores and scratch as a workspace for ``rows`` tokens x heads.
 
     A caller who counts semaphores as FlashInfer does may have too few for native kernels: zeroed memory of the runtime
@@ -59,10 +59,10 @@ def with_enough_semaphores(given: Arguments, rows: int, device: int) -> Semaphor
         WorkspaceError: the replacement would be allocated while the stream captures; the message states its bytes.
         UsageError: a buffer is not contiguous or on another device, or the scratch is misaligned.
     """
-    if isinstance(given.workspace_buffer, TorchScratch):
-        return given.workspace_buffer
-    rt, held = given.runtime, _memory_of(given.semaphores, "semaphores", device)
-    scratch = _scratch_of(given.workspace_buffer, device)
+    if isinstance(call.workspace_buffer, TorchScratch):
+        return call.workspace_buffer
+    rt, held = call.runtime, _memory_of(call.semaphores, "semaphores", device)
+    scratch = _scratch_of(call.workspace_buffer, device)
     counters = max(rows, _CTAS_PER_MULTIPROCESSOR * rt.driver.device(device).multiprocessors)
     needed = 3 * REGION_ALIGNMENT + counters * _COUNTER_BYTES
     if held[1] >= needed:
@@ -72,24 +72,26 @@ def with_enough_semaphores(given: Arguments, rows: int, device: int) -> Semaphor
         replaced = _replaced.setdefault(rt, _Replaced())
         workspace = replaced.captured.get(held[0])
         if workspace is None or workspace.nbytes < needed:
-            stream = rt.memory.current_stream(given.query)
+            stream = rt.memory.current_stream(call.query)
             workspace = _eager(replaced, held, needed, stream, device, rt)
     return SemaphoreWorkspace((workspace.address, workspace.nbytes), scratch, owner=workspace)
 
 
-def with_own_semaphores(given: Arguments, device: int) -> SemaphoreWorkspace | TorchScratch:
+def with_own_semaphores(call: Arguments, device: int) -> SemaphoreWorkspace | TorchScratch:
     """A workspace of any contents as scratch, with semaphores that are made and zeroed for this call.
 
     Raises:
         UsageError: the buffer is not contiguous or on another device.
     """
-    if isinstance(given.workspace_buffer, TorchScratch):
-        return given.workspace_buffer
-    address, nbytes = _memory_of(given.workspace_buffer, "workspace_buffer", device)
+    if isinstance(call.workspace_buffer, TorchScratch):
+        return call.workspace_buffer
+    address, nbytes = _memory_of(call.workspace_buffer, "workspace_buffer", device)
     aligned = (address + 15) & ~15
     scratch = (aligned, max(0, nbytes - (aligned - address)))
-    made = given.runtime.memory.zeros(given.query, (_OWN_SEMAPHORE_BYTES,), "uint8")
-    return SemaphoreWorkspace((view_of(made, "semaphores").pointer, _OWN_SEMAPHORE_BYTES), scratch, owner=made)
+    semaphores = call.runtime.memory.zeros(call.query, (_OWN_SEMAPHORE_BYTES,), "uint8")
+    return SemaphoreWorkspace(
+        (view_of(semaphores, "semaphores").pointer, _OWN_SEMAPHORE_BYTES), scratch, owner=semaphores
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,10 +94,10 @@ def xqa(
         k_sf_cache, v_sf_cache: refused: there are no native FP4 kernels.
         batch_invariant: make a request's bits independent of other requests and of all bounds.
     """
-    given = Arguments.of(xqa, locals(), query=q)
-    given.refuse("k_sf_cache", "v_sf_cache")
+    call = Arguments.of(xqa, locals(), query=q)
+    call.refuse("k_sf_cache", "v_sf_cache")
     query = view_of(q, "q")
-    _check_multiprocessors(given, sm_count, query.device)
+    _check_multiprocessors(call, sm_count, query.device)
     keys = view_of(k_cache, "k_cache")
     _check_cache(keys, kv_layout, num_kv_heads, page_size)
     q_seq_len = integer("q_seq_len", q_seq_len)
@@ -111,7 +111,7 @@ def xqa(
     requests, results = (_by_request(view, name, q_seq_len, ragged) for view, name in ((query, "q"), (out, "output")))
     _launch(
         paged_decode,
-        given,
+        call,
         _NAMES,
         (requests, keys, v_cache, table, lengths),
         results,
@@ -161,9 +161,9 @@ def xqa_mla(
             q_scale * kv_scale, the output by kv_scale. In contrast to ``xqa``, ``q_scale`` has to include the softmax
             scale, 1 / sqrt(head_dim before the projection).
     """
-    given = Arguments.of(xqa_mla, locals(), query=q)
+    call = Arguments.of(xqa_mla, locals(), query=q)
     query, out, table = view_of(q, "q"), view_of(output, "output", written=True), view_of(page_table, "page_table")
-    _check_multiprocessors(given, sm_count, query.device)
+    _check_multiprocessors(call, sm_count, query.device)
     cache = _shared_cache(view_of(k_cache, "k_cache"), view_of(v_cache, "v_cache"), page_size)
     if len(query.shape) == 4 and query.shape[1] == 1:
         query = without(query, 1)
@@ -174,7 +174,7 @@ def xqa_mla(
     check_dtype("output", out, ("bfloat16", "float16", "float8_e4m3fn"))
     _launch(
         mla_decode,
-        given,
+        call,
         {**_NAMES, "output_scale": "kv_scale"},
         (query, cache, table, lengths),
         out,
@@ -185,7 +185,7 @@ def xqa_mla(
 
 def _launch(
     decode: Callable[..., Any],
-    given: Arguments,
+    call: Arguments,
     names: Mapping[str, str],
     tensors: tuple[Any, ...],
     out: TensorView,
@@ -199,26 +199,26 @@ def _launch(
     Scores are multiplied by ``scores_factor`` besides the caller's scales.
     """
     q = tensors[0]
-    given.backend_on(q.device, XQA)
-    softmax_scale, output_scale = head_scales(given, q, out, scores_factor)
-    workspace = with_enough_semaphores(given, tokens * q.shape[-2], q.device)
+    call.backend_on(q.device, XQA)
+    softmax_scale, output_scale = head_scales(call, q, out, scores_factor)
+    workspace = with_enough_semaphores(call, tokens * q.shape[-2], q.device)
     out = like_query(q, out, "output", 1)
     launch(
         decode,
-        given,
+        call,
         names,
         tensors,
         out=out,
         workspace=workspace,
         softmax_scale=softmax_scale,
         output_scale=output_scale,
-        batch_invariant=given.batch_invariant,
+        batch_invariant=call.batch_invariant,
         **options,
     )
 
 
-def _check_multiprocessors(given: Arguments, sm_count: int | None, device: int) -> None:
-    has = given.runtime.driver.device(device).multiprocessors
+def _check_multiprocessors(call: Arguments, sm_count: int | None, device: int) -> None:
+    has = call.runtime.driver.device(device).multiprocessors
     if sm_count not in (None, has):
         raise UsageError(f"sm_count={sm_count}: the device has {has}, and kernels here run on all of them")
 
@@ -228,9 +228,9 @@ def _check_cache(cache: TensorView, kv_layout: str, num_kv_heads: int, page_size
     if len(cache.shape) != 4:
         raise UsageError(f"k_cache: shape {cache.shape}, expected 4 dimensions in layout {kv_layout}")
     tokens, heads = cache.shape[1:3] if kv_layout == "NHD" else cache.shape[2:0:-1]
-    for name, given, has in (("num_kv_heads", num_kv_heads, heads), ("page_size", page_size, tokens)):
-        if integer(name, given) != has:
-            raise UsageError(f"{name}={given}: k_cache has {has} in layout {kv_layout}")
+    for name, stated, has in (("num_kv_heads", num_kv_heads, heads), ("page_size", page_size, tokens)):
+        if integer(name, stated) != has:
+            raise UsageError(f"{name}={stated}: k_cache has {has} in layout {kv_layout}")
 
 
 def _check_table(table: TensorView) -> None:
@@ -252,8 +252,8 @@ def _by_request(view: TensorView, name: str, q_len: int, ragged: bool) -> Tensor
         fits = rank in (4, 5) and view.shape[1 : rank - 2] in ((q_len,), (1, q_len))
     if not fits:
         raise UsageError(f"{name}: shape {view.shape}, expected {form}")
-    wanted = 4 if q_len > 1 and not ragged else 3
-    while len(view.shape) > wanted:
+    axes = 4 if q_len > 1 and not ragged else 3
+    while len(view.shape) > axes:
         view = without(view, 1)
     return view
 

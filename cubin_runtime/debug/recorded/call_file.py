@@ -197,10 +197,10 @@ def _tensor(
     paged, output, word = form.get("paged"), form.get("output"), form.get("dtype")
     if len(shape) != len(strides) or type(paged) is not bool or type(output) is not bool or word not in DTYPES:
         raise CorruptError(f"{name}: {form!r}, expected a tensor's dtype, shape and strides")
-    wanted = [pages, *shape[1:]] if paged and shape else shape
-    dtype, found, data = stored.get(name, (word, wanted, b""))
-    if (dtype, found) != (word, wanted) or (name not in stored and not output):
-        raise CorruptError(f"{name}: {dtype} {found} is stored, expected {word} {wanted}")
+    expected = [pages, *shape[1:]] if paged and shape else shape
+    dtype, stored_shape, data = stored.get(name, (word, expected, b""))
+    if (dtype, stored_shape) != (word, expected) or (name not in stored and not output):
+        raise CorruptError(f"{name}: {dtype} {stored_shape} is stored, expected {word} {expected}")
     view = TensorView(address, cast("DTypeName", word), tuple(shape), tuple(strides))
     return RecordedTensor(view, data, paged=paged, output=output)
 
@@ -217,10 +217,10 @@ def _page_ids(stored: tuple[str, list[int], bytes] | None) -> tuple[int, ...]:
 
 def _json(text: bytes, what: str) -> dict[str, Any]:
     try:
-        found = json.loads(text, parse_constant=_no_number, object_pairs_hook=_without_duplicates)
+        document = json.loads(text, parse_constant=_no_number, object_pairs_hook=_without_duplicates)
     except ValueError as error:
         raise CorruptError(f"{what}: invalid JSON ({type(error).__name__})") from None
-    return dict(_mapping(found, what))
+    return dict(_mapping(document, what))
 
 
 def _no_number(word: str) -> float:
@@ -228,10 +228,10 @@ def _no_number(word: str) -> float:
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    members = dict(pairs)
+    if len(members) < len(pairs):
         raise ValueError("a name twice")
-    return found
+    return members
 
 
 def _mapping(value: Any, what: str) -> Mapping[str, Any]:

@@ -90,5 +90,5 @@ def _values(bits: NDArray[Any], dtype: str) -> NDArray[Any]:
 def _first(wrong: NDArray[Any]) -> tuple[int, ...]:
     import numpy as np
 
-    found = np.argwhere(wrong)
-    return tuple(int(index) for index in found[0]) if len(found) else ()
+    places = np.argwhere(wrong)
+    return tuple(int(index) for index in places[0]) if len(places) else ()

@@ -72,8 +72,8 @@ def _native_form(run: Run) -> CallForm:
             resident.add(arg.name)
         elif arg.written:
             outputs.add(arg.name)
-    given = {member.name: getattr(plan.options, member.name) for member in fields(plan.options)}
-    options = {name: value for name, value in given.items() if value is None or isinstance(value, _SCALARS)}
+    option_values = {member.name: getattr(plan.options, member.name) for member in fields(plan.options)}
+    options = {name: value for name, value in option_values.items() if value is None or isinstance(value, _SCALARS)}
     if "max_seq_len" in options:  # of a decode
         bound, scale, factor = run.numbers
         options |= {"planned_max_seq_len": options["max_seq_len"], "max_seq_len": bound, "kv_layout": "NHD"}
@@ -161,7 +161,7 @@ def _kernels(plans: Iterable[LaunchPlan]) -> tuple[dict[str, str], ...]:
 
 def _origin(pin: Pin, device: DeviceFacts) -> dict[str, str]:
     torch: Any = sys.modules.get("torch")
-    found = {
+    origin = {
         "pin": pin.name,
         "manifest_sha256": pin.manifest_sha256,
         "device": device.name,
@@ -172,4 +172,4 @@ def _origin(pin: Pin, device: DeviceFacts) -> dict[str, str]:
         "python": platform.python_version(),
         "recorded": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
-    return found if torch is None else {**found, "torch": str(torch.__version__)}
+    return origin if torch is None else {**origin, "torch": str(torch.__version__)}

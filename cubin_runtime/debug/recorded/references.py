@@ -56,10 +56,10 @@ def reference_of(call: RecordedCall) -> Reference:
     inputs = _Inputs(call)
     try:
         with np.errstate(all="ignore"):
-            found = compute(inputs)
+            reference = compute(inputs)
         starts = inputs.starts()
         owned = None if starts is None else int(starts[-1])  # no request owns what is behind them
-        return found._replace(out=found.out[:owned], lse=found.lse[:owned])
+        return reference._replace(out=reference.out[:owned], lse=reference.lse[:owned])
     except (LookupError, ValueError, TypeError, AttributeError, ArithmeticError) as error:
         raise CorruptError(f"a call of {call.operator} with inconsistent arguments: {error!r}") from error
 
@@ -77,20 +77,20 @@ class _Inputs:
         tensor = self.call.tensors[name]
         shape = tensor.view.shape
         stored = (len(self.call.page_ids), *shape[1:]) if tensor.paged else shape
-        found = array_of(tensor.view, tensor.data, stored)
+        array = array_of(tensor.view, tensor.data, stored)
         if tensor.view.dtype == "bfloat16":
-            return bfloat16_values(found)
+            return bfloat16_values(array)
         if tensor.view.dtype == "float8_e4m3fn":
-            return e4m3_values(found)
-        return found.astype(np.float32) if tensor.view.dtype == "float16" else found
+            return e4m3_values(array)
+        return array.astype(np.float32) if tensor.view.dtype == "float16" else array
 
     def optional(self, name: str) -> NDArray[Any] | None:
         return self.array(name) if name in self.call.tensors else None
 
     def number(self, name: str) -> float:
         """A scalar on the device, 1 if there is none."""
-        found = self.optional(name)
-        return 1.0 if found is None else float(found.reshape(-1)[0])
+        value = self.optional(name)
+        return 1.0 if value is None else float(value.reshape(-1)[0])
 
     def kv_scales(self) -> dict[str, Any]:
         """The scales of keys and values that are tensors."""
@@ -102,10 +102,10 @@ class _Inputs:
         Raises:
             ValueError: they decrease, or are not from 0 to the tokens of the queries.
         """
-        found = self.optional("q_cu_seq_lens" if "q_cu_seq_lens" in self.call.tensors else "cum_seq_lens_q")
-        if found is None:
+        sums = self.optional("q_cu_seq_lens" if "q_cu_seq_lens" in self.call.tensors else "cum_seq_lens_q")
+        if sums is None:
             return None
-        starts = found.reshape(-1).astype(int)
+        starts = sums.reshape(-1).astype(int)
         queries = self.call.tensors["q" if "q" in self.call.tensors else "query"].view.shape
         if starts[0] != 0 or starts[-1] > prod(queries[:-2]) or (starts[1:] < starts[:-1]).any():
             raise ValueError(f"query tokens of requests begin at {starts.tolist()[:20]}")
@@ -116,11 +116,11 @@ class _Inputs:
         import numpy as np
 
         bound = min(bound, capacity)
-        given = self.array("seq_lens").astype(np.int64).reshape(-1)
-        wrong = int(((given < 0) | (given > bound)).sum())
+        lengths = self.array("seq_lens").astype(np.int64).reshape(-1)
+        wrong = int(((lengths < 0) | (lengths > bound)).sum())
         if wrong:
-            notes.append(f"seq_lens: {wrong} of {given.size} are outside 0 to {bound}, the bound")
-        return np.clip(given, 0, bound)
+            notes.append(f"seq_lens: {wrong} of {lengths.size} are outside 0 to {bound}, the bound")
+        return np.clip(lengths, 0, bound)
 
     def table(self, name: str, lengths: NDArray[Any], cache: str, page_size: int, notes: list[str]) -> NDArray[Any]:
         """Page numbers among the pages that are stored."""
@@ -186,12 +186,12 @@ def _paged_decode(inputs: _Inputs) -> Reference:
 
     q, k, v = (inputs.array(name) for name in ("q", "k_cache", "v_cache"))
     q = q.reshape(-1, *q.shape[-2:])
-    given, notes = _native(inputs, "k_cache", k.shape[1])
+    common, notes = _native(inputs, "k_cache", k.shape[1])
     window = {name: inputs.options[name] for name in ("window_left", "draft_position") if name in inputs.options}
     scales = inputs.kv_scales()
-    out, lse = paged_decode_reference(q, k, v, **window, **scales, **given)
+    out, lse = paged_decode_reference(q, k, v, **window, **scales, **common)
     largest = float(np.abs(scales.get("k_scale", 1.0)).max())
-    off = inputs.score_error(q, k, given["softmax_scale"] * largest, "q", "k_cache")
+    off = inputs.score_error(q, k, common["softmax_scale"] * largest, "q", "k_cache")
     return Reference(out, lse, tuple(notes), off, probability_dtype(inputs.call.tensors["k_cache"].view.dtype))
 
 
@@ -199,9 +199,9 @@ def _mla_decode(inputs: _Inputs) -> Reference:
     q, rows = inputs.array("q"), inputs.array("kv_cache")
     q, rows = q.reshape(-1, *q.shape[-2:]), rows.reshape(*rows.shape[:2], rows.shape[-1])
     latent = inputs.call.tensors["out"].view.shape[-1]
-    given, notes = _native(inputs, "kv_cache", rows.shape[1])
-    out, lse = mla_decode_reference(q, rows, latent=latent, **given)
-    off = inputs.score_error(q, rows, given["softmax_scale"], "q", "kv_cache")
+    common, notes = _native(inputs, "kv_cache", rows.shape[1])
+    out, lse = mla_decode_reference(q, rows, latent=latent, **common)
+    off = inputs.score_error(q, rows, common["softmax_scale"], "q", "kv_cache")
     return Reference(out, lse, tuple(notes), off, probability_dtype(inputs.call.tensors["kv_cache"].view.dtype))
 
 

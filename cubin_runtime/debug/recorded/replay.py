@@ -50,30 +50,30 @@ class ReplayReport:
     def lines(self) -> list[str]:
         """The report as text."""
         call, origin = self.call, self.call.origin
-        found = [f"{self.file.name}: {call.operator} on {origin.get('device', 'an unknown device')}"]
+        text = [f"{self.file.name}: {call.operator} on {origin.get('device', 'an unknown device')}"]
         for name, tensor in call.tensors.items():
             stored = f", {len(call.page_ids)} pages stored" if tensor.paged else ""
             view = tensor.view
-            found.append(f"  {name}: {view.dtype} {list(view.shape)}, strides {list(view.strides)}{stored}")
-        found.append(f"  options: {', '.join(f'{name}={value}' for name, value in call.options.items())}")
+            text.append(f"  {name}: {view.dtype} {list(view.shape)}, strides {list(view.strides)}{stored}")
+        text.append(f"  options: {', '.join(f'{name}={value}' for name, value in call.options.items())}")
         for kernel in call.kernels:
-            found.append(
+            text.append(
                 f"  kernel: {kernel.get('kernel')} sha256 {kernel.get('sha256', '')[:12]} grid {kernel.get('grid')}"
             )
-        found.append(f"  origin: {', '.join(f'{name} {value}' for name, value in origin.items())}")
-        found += [f"  input: {note}" for note in self.notes]
+        text.append(f"  origin: {', '.join(f'{name} {value}' for name, value in origin.items())}")
+        text += [f"  input: {note}" for note in self.notes]
         if call.error:
-            found.append(f"  the call failed: {call.error}")
+            text.append(f"  the call failed: {call.error}")
         if self.no_reference:
-            found.append(f"  reference: none, {self.no_reference}")
-        found += [f"  recorded {one}{'' if one.ok else ': WRONG'}" for one in self.recorded]
-        found += [f"  replayed {one}{'' if one.ok else ': WRONG'}" for one in self.replayed]
+            text.append(f"  reference: none, {self.no_reference}")
+        text += [f"  recorded {one}{'' if one.ok else ': WRONG'}" for one in self.recorded]
+        text += [f"  replayed {one}{'' if one.ok else ': WRONG'}" for one in self.replayed]
         if self.device:
             same = {None: "", True: ", bit-identical to the recording", False: ", not bit-identical to the recording"}[
                 self.same_bits
             ]
-            found.append(f"  replayed on {self.device}{same}")
-        return found
+            text.append(f"  replayed on {self.device}{same}")
+        return text
 
     def __str__(self) -> str:
         return "\n".join(self.lines())

@@ -75,15 +75,15 @@ def _memory(call: RecordedCall, driver: Driver, device: int) -> Iterator[dict[st
 
 def _blocks(call: RecordedCall) -> list[tuple[int, int, list[str]]]:
     """Ranges of memory that overlap nowhere, and the tensors in each."""
-    found: list[tuple[int, int, list[str]]] = []
+    blocks: list[tuple[int, int, list[str]]] = []
     spans = sorted((tensor.view.pointer, span_of(tensor.view), name) for name, tensor in call.tensors.items())
     for begin, size, name in spans:
-        if found and begin < found[-1][1]:
-            first, end, names = found.pop()
-            found.append((first, max(end, begin + size), [*names, name]))
+        if blocks and begin < blocks[-1][1]:
+            first, end, names = blocks.pop()
+            blocks.append((first, max(end, begin + size), [*names, name]))
         else:
-            found.append((begin, begin + size, [name]))
-    return found
+            blocks.append((begin, begin + size, [name]))
+    return blocks
 
 
 def _write(driver: Driver, view: TensorView, tensor: RecordedTensor, pages: tuple[int, ...]) -> None:
@@ -110,8 +110,8 @@ def _run_mla_decode(call: RecordedCall, views: Mapping[str, TensorView], runtime
     if len(cache.shape) != 4:
         raise UsageError(f"kv_cache: shape {cache.shape}, expected [pages, page_size, 1, width]")
     shape, strides = (*cache.shape[:2], cache.shape[3]), (*cache.strides[:2], cache.strides[3])
-    given = {**views, "kv_cache": replace(cache, shape=shape, strides=strides)}
-    _run_native(call, given, runtime, MLA_DECODE, MlaDecodePlan)
+    arguments = {**views, "kv_cache": replace(cache, shape=shape, strides=strides)}
+    _run_native(call, arguments, runtime, MLA_DECODE, MlaDecodePlan)
 
 
 def _run_context_attention(call: RecordedCall, views: Mapping[str, TensorView], runtime: Runtime) -> None:
@@ -130,11 +130,11 @@ def _run_native(
     options: dict[str, Any] = dict(call.options)
     scales = {name: views.get(name, options[name]) for name in ("softmax_scale", "output_scale")}
     asked = {name: options[name] for name in operator.options}
-    given = {**dict.fromkeys(names), **views, **scales}
+    arguments = {**dict.fromkeys(names), **views, **scales}
     planned = operator.options_type(max_seq_len=options["planned_max_seq_len"], **asked)
-    plan = plan_decode(plan_class, operator, given, planned, runtime=runtime, device_facts=None)
+    plan = plan_decode(plan_class, operator, arguments, planned, runtime=runtime, device_facts=None)
     workspace = plan.prepare(0)
-    plan.run(**given, max_seq_len=options["max_seq_len"], workspace=workspace, stream=0)
+    plan.run(**arguments, max_seq_len=options["max_seq_len"], workspace=workspace, stream=0)
 
 
 def _trtllm_gen_kinds() -> dict[str, type]:
@@ -148,25 +148,28 @@ def _run_trtllm_gen(call: RecordedCall, views: Mapping[str, TensorView], runtime
     from ...attention import trtllm_gen
     from ...kernels.trtllm_gen.arguments import OutScales, Sage, Scale
 
-    found: Any = _trtllm_gen_kinds()[call.operator]
+    kind: Any = _trtllm_gen_kinds()[call.operator]
     options: dict[str, Any] = dict(call.options)
-    given: dict[str, Any] = {}
-    for member in fields(found):
+    arguments: dict[str, Any] = {}
+    for member in fields(kind):
         name = member.name
         if name in ("bmm1", "bmm2"):
-            given[name] = Scale(options[name], views[name].pointer if name in views else 0)
+            arguments[name] = Scale(options[name], views[name].pointer if name in views else 0)
         elif name == "out_scales":
             parts = (options[f"{name}.{part}"] for part in ("scale", "block", "first_token"))
-            given[name] = OutScales(views.get(f"{name}.scales"), *parts)
+            arguments[name] = OutScales(views.get(f"{name}.scales"), *parts)
         elif name == "sage":
             scales: Any = tuple(views.get(f"{name}.{part}") for part in "qkpv")
             blocks: Any = tuple(options[f"{name}.block_{part}"] for part in "qkpv")
-            given[name] = Sage(scales, blocks)
+            arguments[name] = Sage(scales, blocks)
         elif name in views or name in options:
-            given[name] = views.get(name, options.get(name))
-    wanted = found(**given)
-    driver, device = runtime.driver, wanted.query.device
-    sizes = (trtllm_gen.workspace_size(wanted, runtime=runtime), trtllm_gen.counter_size(wanted, runtime=runtime))
+            arguments[name] = views.get(name, options.get(name))
+    trtllm_call = kind(**arguments)
+    driver, device = runtime.driver, trtllm_call.query.device
+    sizes = (
+        trtllm_gen.workspace_size(trtllm_call, runtime=runtime),
+        trtllm_gen.counter_size(trtllm_call, runtime=runtime),
+    )
     held = [driver.allocate(max(16, size)) for size in sizes]
     try:
         for address, size in zip(held, sizes, strict=True):
@@ -175,7 +178,7 @@ def _run_trtllm_gen(call: RecordedCall, views: Mapping[str, TensorView], runtime
             TensorView.contiguous(address, "uint8", (max(16, size),), device)
             for address, size in zip(held, sizes, strict=True)
         )
-        trtllm_gen.run(wanted, workspace, counters=counters, stream=0, runtime=runtime)
+        trtllm_gen.run(trtllm_call, workspace, counters=counters, stream=0, runtime=runtime)
         driver.synchronize(0)
     finally:
         for address in held:

@@ -77,8 +77,8 @@ def option_numbers(call: DecodeCall) -> list[Scalar]:
     """The numbers that a call may leave out, as far as they are there."""
     options = call.options
     names = DEALING_OPTIONS if call.tensors.get(GLOBAL_LENS.name) is not None else ()
-    found = {"max_q_len": options.max_q_len, **{name: getattr(options, name) for name in names}}
-    return [Scalar(name, number, "int32") for name, number in found.items() if number is not None]
+    numbers = {"max_q_len": options.max_q_len, **{name: getattr(options, name) for name in names}}
+    return [Scalar(name, number, "int32") for name, number in numbers.items() if number is not None]
 
 
 def option_tensors(tensors: CallTensors, mask: tuple[Axis, ...], sinks: tuple[Axis, ...]) -> list[Tensor]:
@@ -96,8 +96,8 @@ def option_tensors(tensors: CallTensors, mask: tuple[Axis, ...], sinks: tuple[Ax
 
 def kv_scales(call: DecodeCall) -> list[Tensor]:
     """The scales of keys and values that are tensors, in the form that they came in."""
-    found = [(name, call.tensors.get(name)) for name in KV_SCALES]
-    return [Tensor(name, view, scale_axes(view), "a factor more of a KV head") for name, view in found if view]
+    scales = [(name, call.tensors.get(name)) for name in KV_SCALES]
+    return [Tensor(name, view, scale_axes(view), "a factor more of a KV head") for name, view in scales if view]
 
 
 def scale_axes(scale: TensorView) -> tuple[Axis, ...]:

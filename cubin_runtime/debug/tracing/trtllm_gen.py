@@ -87,18 +87,18 @@ def _keys(call: PagedCall | RaggedCall) -> tuple[list[Tensor], dict[str, str]]:
     values: tuple[Axis, ...] = (Constant("kv_heads"), Constant("value_dim"))
     if isinstance(call, RaggedCall):
         sums = Tensor("cum_seq_lens_kv", call.cum_seq_lens_kv, ("batch_plus_1",), "where each request's keys begin")
-        found = [Tensor("key", call.key, ("kv_tokens", *rest)), Tensor("value", call.value, ("kv_tokens", *values))]
-        return [*found, sums], {"k": "key", "v": "value", "kv_cu_seq_lens": "cum_seq_lens_kv"}
+        tensors = [Tensor("key", call.key, ("kv_tokens", *rest)), Tensor("value", call.value, ("kv_tokens", *values))]
+        return [*tensors, sums], {"k": "key", "v": "value", "kv_cu_seq_lens": "cum_seq_lens_kv"}
     page: tuple[Axis, ...] = ("pages", Constant("kv_heads"), Constant("page_size"))
-    found = [Tensor("key", call.key, (*page, Constant("head_dim")), "as strides had it")]
+    tensors = [Tensor("key", call.key, (*page, Constant("head_dim")), "as strides had it")]
     arguments = {"k": "key.transpose(1, 2)", "page_table": "block_tables"}
     latent = call.out.shape[-1]
     if latent < call.key.shape[-1]:
         arguments["v"] = f"key.transpose(1, 2)[..., :{latent}]"
     else:
-        found.append(Tensor("value", call.value, (*page, Constant("value_dim"))))
+        tensors.append(Tensor("value", call.value, (*page, Constant("value_dim"))))
         arguments["v"] = "value.transpose(1, 2)"
-    return [*found, Tensor("block_tables", call.block_tables, table_axes(call.block_tables))], arguments
+    return [*tensors, Tensor("block_tables", call.block_tables, table_axes(call.block_tables))], arguments
 
 
 def _scales(call: Call) -> tuple[list[Tensor | Scalar], dict[str, str]]:

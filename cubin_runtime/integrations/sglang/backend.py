@@ -76,13 +76,13 @@ class CubinRuntimeAttnBackend(PagedAttnBackend):
         return k_cache.view(shape), v_cache.view(shape)
 
     def forward_extend(
-        self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **given: Any
+        self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **arguments: Any
     ) -> Any:
         """Write the new keys and values to their slots, and attend.
 
         Args:
             q: ``[tokens, heads * head_dim]``; ``k`` and ``v`` alike.
-            given: ``sinks``, ``[heads]``.
+            arguments: ``sinks``, ``[heads]``.
 
         Returns:
             ``[tokens, heads * head_dim]``.
@@ -90,8 +90,8 @@ class CubinRuntimeAttnBackend(PagedAttnBackend):
         Raises:
             UsageError: the layer or an argument is not honoured; the message names it.
         """
-        sinks = given.pop("sinks", None)
-        refuse(given)
+        sinks = arguments.pop("sinks", None)
+        refuse(arguments)
         if layer.is_cross_attention or layer.attn_type != AttentionType.DECODER or layer.xai_temperature_len > 0:
             raise UsageError("is_cross_attention, attn_type, xai_temperature_len: expected a plain decoder layer")
         heads, size = layer.tp_q_head_num, layer.qk_head_dim

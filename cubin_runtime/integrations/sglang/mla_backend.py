@@ -90,7 +90,7 @@ class CubinRuntimeMlaAttnBackend(PagedAttnBackend):
         return rows.view(-1, PAGE_SIZE, rows.shape[-1])
 
     def forward_extend(
-        self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **given: Any
+        self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **arguments: Any
     ) -> Any:
         """Attention of a step's queries in the latent space, or of prompts' queries on projected keys.
 
@@ -104,7 +104,7 @@ class CubinRuntimeMlaAttnBackend(PagedAttnBackend):
         Raises:
             UsageError: the layer or an argument is not honoured; the message names it.
         """
-        refuse(given)
+        refuse(arguments)
         step = self.forward_metadata
         if step.decodes is None:
             return self._prompts(q, k, v, layer, forward_batch)

@@ -122,18 +122,18 @@ class PagedAttnBackend(AttentionBackend):  # type: ignore[misc]
         return 1
 
     def forward_decode(
-        self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **given: Any
+        self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **arguments: Any
     ) -> Any:
         """As ``forward_extend``, one token of each request."""
-        return self.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **given)
+        return self.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **arguments)
 
 
-def refuse(given: dict[str, Any]) -> None:
+def refuse(arguments: dict[str, Any]) -> None:
     """Refuse arguments of a layer that change its result.
 
     Raises:
         UsageError: there are some; the message names them.
     """
-    named = [name for name, value in given.items() if value is not None and value is not False]
+    named = [name for name, value in arguments.items() if value is not None and value is not False]
     if named:
         raise UsageError(f"{', '.join(named)}: attention here does not honour them")

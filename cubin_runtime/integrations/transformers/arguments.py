@@ -109,16 +109,16 @@ def causal_without_mask(module: Any, is_causal: Any, rows: int) -> bool:
     return causal
 
 
-def packed_of(given: dict[str, Any], tokens: int) -> Packed | None:
-    """Takes what says that sequences are packed out of ``given``; ``max_length_*`` and ``max_seqlen_*`` are the same.
+def packed_of(arguments: dict[str, Any], tokens: int) -> Packed | None:
+    """Take what says that sequences are packed out of ``arguments``; ``max_length_*`` is ``max_seqlen_*``.
 
     Raises:
         UsageError: sums of queries or of keys alone.
     """
-    if given.keys().isdisjoint(_PACKED):
+    if arguments.keys().isdisjoint(_PACKED):
         return None
-    sums = [given.pop(name, None) for name in ("cu_seq_lens_q", "cu_seq_lens_k")]
-    bounds = [_either(given, f"max_length_{side}", f"max_seqlen_{side}") for side in ("q", "k")]
+    sums = [arguments.pop(name, None) for name in ("cu_seq_lens_q", "cu_seq_lens_k")]
+    bounds = [_either(arguments, f"max_length_{side}", f"max_seqlen_{side}") for side in ("q", "k")]
     if sums[0] is None and sums[1] is None:
         return None
     if sums[0] is None or sums[1] is None:
@@ -127,19 +127,19 @@ def packed_of(given: dict[str, Any], tokens: int) -> Packed | None:
     return Packed(sums[0], sums[1], q_bound, k_bound)
 
 
-def check_rest(given: dict[str, Any]) -> None:
+def check_rest(arguments: dict[str, Any]) -> None:
     """Refuse what is left of a call's arguments, if it could mean something.
 
     Raises:
         UsageError: an argument that is honoured nowhere, with a value; the message names it.
     """
-    for name, value in given.items():
+    for name, value in arguments.items():
         if name in UNUSED or value is None or value is False:
             continue
         came = repr(value) if isinstance(value, (bool, int, float, str)) else f"a {type(value).__name__}"
         raise UsageError(f"{name}={came}: {REFUSED.get(name, 'attention here does not honour it')}")
 
 
-def _either(given: dict[str, Any], name: str, other: str) -> Any:
-    first, second = given.pop(name, None), given.pop(other, None)
+def _either(arguments: dict[str, Any], name: str, other: str) -> Any:
+    first, second = arguments.pop(name, None), arguments.pop(other, None)
     return second if first is None else first

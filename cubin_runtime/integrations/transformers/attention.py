@@ -36,7 +36,7 @@ def attention(
     softcap: float | None = None,
     is_causal: bool | None = None,
     s_aux: Any = None,
-    **given: Any,
+    **arguments: Any,
 ) -> tuple[Any, None]:
     """The function that ``register`` gives to transformers' ``AttentionInterface``, its operators bound.
 
@@ -46,7 +46,7 @@ def attention(
         attention_mask: what ``masks.mask`` returned, which says what is causal; without one, ``is_causal`` does.
         sliding_window: keys that a token sees, its own included.
         s_aux: ``[heads]``, a logit of each head in the softmax's denominator.
-        given: ``cache`` with what continuous batching says about it, ``cu_seq_lens_q`` and ``cu_seq_lens_k`` of
+        arguments: ``cache`` with what continuous batching says about it, ``cu_seq_lens_q`` and ``cu_seq_lens_k`` of
             sequences that the caller packed into one row; the rest is refused unless it has no consequence.
 
     Returns:
@@ -58,15 +58,15 @@ def attention(
     words = (scaling, dropout, sliding_window, softcap, s_aux)
     operators = fitting(operators, query.shape[-1], value.shape[-1])
     q_len, kv_len, packed = query.shape[2], key.shape[2], None
-    if not UNUSED.issuperset(given):
-        cache = given.pop("cache", None)
+    if not UNUSED.issuperset(arguments):
+        cache = arguments.pop("cache", None)
         if cache is not None:
             # Requests in one row are causal whatever the layer says, as with transformers' own functions.
             options = options_of(True, *words)
             layer = module.layer_idx
-            return attend_paged(operators, layer, query, key, value, attention_mask, cache, options, given), None
-        packed = packed_of(given, q_len)
-        check_rest(given)
+            return attend_paged(operators, layer, query, key, value, attention_mask, cache, options, arguments), None
+        packed = packed_of(arguments, q_len)
+        check_rest(arguments)
     if attention_mask is None:
         check_window_without_mask(sliding_window, packed, kv_len)
         options = options_of(causal_without_mask(module, is_causal, 1 if packed else q_len), *words)

@@ -30,7 +30,7 @@ def attend_paged(
     attention_mask: Any,
     cache: Any,
     options: Options,
-    given: dict[str, Any],
+    arguments: dict[str, Any],
 ) -> Any:
     """Write the new keys and values into the cache, and attend to it.
 
@@ -40,7 +40,7 @@ def attend_paged(
     Args:
         query: ``[1, heads, tokens, head_dim]``; ``key`` and ``value`` alike: all requests' new tokens.
         cache: transformers' ``PagedAttentionCache``.
-        given: what is left of the call's arguments: the running sums, the bounds, ``read_index``, ``write_index``.
+        arguments: what is left of the call's arguments: the running sums, the bounds, ``read_index``, ``write_index``.
 
     Returns:
         ``[1, tokens, heads, head_dim]``.
@@ -50,24 +50,24 @@ def attend_paged(
     """
     if attention_mask is not None:
         raise UsageError("attention_mask: given with a paged cache, where the lengths say what is seen; expected None")
-    if given.pop("block_table", None) is not None:
+    if arguments.pop("block_table", None) is not None:
         raise UsageError("block_table: set max_blocks_per_request=0; decoding reads the pages by read_index")
     try:
         _POOLS_OF(cache)
     except AttributeError:
         named = sorted(_POOLS)
         raise UsageError(f"cache: a {type(cache).__name__} without {named}, as transformers 5.17 has them") from None
-    read, write, tokens = given.pop("read_index"), given.pop("write_index"), query.shape[2]
+    read, write, tokens = arguments.pop("read_index"), arguments.pop("write_index"), query.shape[2]
     # Pages of other columns than a kernel's would be copied as a whole.
     pool = _pages_in_place(cache, layer, read) if fits(query.shape[-1], value.shape[-1]) else None
     if pool is None:
         key, value = cache.update(key, value, layer, read_index=read, write_index=write)
-        packed = _packed(cache, given, tokens, options)
-        check_rest(given)
+        packed = _packed(cache, arguments, tokens, options)
+        check_rest(arguments)
         return operators.ragged(_by_token(query), key, value, *packed, **options.words()).unsqueeze(0)
     group, k_cache, v_cache = pool
-    packed = _packed(cache, given, tokens, options)
-    check_rest(given)
+    packed = _packed(cache, arguments, tokens, options)
+    check_rest(arguments)
     for states, stored in ((key, k_cache), (value, v_cache)):
         stored.index_copy_(0, write[group], _by_token(states))
     size = cache.block_size
@@ -95,13 +95,13 @@ def _pages_in_place(cache: Any, layer: int, read: Any) -> tuple[int, Any, Any] |
     return group, cache.key_cache[index], cache.value_cache[index]
 
 
-def _packed(cache: Any, given: dict[str, Any], tokens: int, options: Options) -> Packed:
+def _packed(cache: Any, arguments: dict[str, Any], tokens: int, options: Options) -> Packed:
     """The running sums and bounds of the layer; a cache with two kinds of layers has them by kind."""
     kind = "full_attention" if options.window_size == (-1, -1) else "sliding_attention"
     for name in ("cu_seq_lens_k", "max_seqlen_k", "max_length_k"):
-        if isinstance(given.get(name), dict):
-            given[name] = given[name][kind]
-    packed = packed_of(given, tokens)
+        if isinstance(arguments.get(name), dict):
+            arguments[name] = arguments[name][kind]
+    packed = packed_of(arguments, tokens)
     if packed is None:
         raise UsageError("cu_seq_lens_q, cu_seq_lens_k: None with a paged cache, expected the requests' running sums")
     return packed

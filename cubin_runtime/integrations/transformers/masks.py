@@ -62,14 +62,14 @@ _MOST_READS = 2  # a model has masks of two kinds
 
 def read_before(attention_mask: Any, q_len: int, kv_len: int) -> Mask | None:
     """Return what ``read`` gave a layer before; None: nothing, or one with other numbers of queries or keys."""
-    found = getattr(attention_mask, "last_read", None)
-    if found is not None:
-        return found[1] if found[0] == (q_len, kv_len) else None
+    reading = getattr(attention_mask, "last_read", None)
+    if reading is not None:
+        return reading[1] if reading[0] == (q_len, kv_len) else None
     if _is_compiling():
         return None
-    for mask, lengths, given in _reads.kept:
+    for mask, lengths, kept in _reads.kept:
         if mask() is attention_mask and lengths == (q_len, kv_len):
-            return given
+            return kept
     return None
 
 

@@ -44,10 +44,10 @@ def _fitted(function: Callable[..., Any], head_dim: int, padded: int) -> Callabl
         for values in v.split(part, dim=-1):
             columns = values.shape[-1]
             # What the caller allocates holds zeros where no query is.
-            given = (
+            tensors = (
                 {} if out is None else {"out": torch.zeros(*out.shape[:-1], part, dtype=out.dtype, device=out.device)}
             )
-            outs.append(function(q, k, _wide(values, part), *rest, **given, **options)[..., :columns])
+            outs.append(function(q, k, _wide(values, part), *rest, **tensors, **options)[..., :columns])
         whole = outs[0] if len(outs) == 1 else torch.cat(outs, dim=-1)
         return whole.contiguous() if out is None else out.copy_(whole)
 

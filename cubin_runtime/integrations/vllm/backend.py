@@ -355,9 +355,9 @@ class CubinRuntimeImpl(AttentionImpl[PagedBatch]):  # type: ignore[misc]
         if self._limits is None or (query.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
         if kv_cache is None or not kv_cache.numel():
-            given = (query, self.num_kv_heads, self._page_size, "HND", self._options, self._limits)
+            arguments = (query, self.num_kv_heads, self._page_size, "HND", self._options, self._limits)
             cache_dtype = torch.float8_e4m3fn if self.kv_cache_dtype in _E4M3_CACHES else None
-            self._options = reserve(*given, LOGGER, cache_dtype, self.dcp_world_size)
+            self._options = reserve(*arguments, LOGGER, cache_dtype, self.dcp_world_size)
             if self._ranks is not None:
                 hold_a_dealt_step(query, self.dcp_world_size)
         elif self._ranks is None:

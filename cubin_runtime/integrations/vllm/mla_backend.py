@@ -232,10 +232,10 @@ class CubinRuntimeMlaImpl(MLACommonImpl[MLACommonMetadata]):  # type: ignore[mis
         return out, lse
 
     def do_kv_cache_update(
-        self, kv_c_normed: torch.Tensor, k_pe: torch.Tensor, kv_cache: torch.Tensor, *given: Any, **more: Any
+        self, kv_c_normed: torch.Tensor, k_pe: torch.Tensor, kv_cache: torch.Tensor, *arguments: Any, **more: Any
     ) -> None:
         """As vLLM's own; when it first runs over the cache, in a dummy step, write the fast paths."""
-        super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, *given, **more)
+        super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, *arguments, **more)
         if self._columns and kv_cache.numel() and not _is_capturing(kv_cache):
             columns, self._columns = self._columns, 0
             cache = kv_cache.view(torch.float8_e4m3fn) if self._quantized else kv_cache

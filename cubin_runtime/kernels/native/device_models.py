@@ -44,11 +44,11 @@ def device_named(name: str) -> DeviceFacts:
     Raises:
         UsageError: no such device is described; the message lists those that are.
     """
-    wanted = name.lower().removeprefix("nvidia ").strip()
-    found = next((known for known in _NAMED if known.lower() == wanted), None)
-    if found is None:
+    lower = name.lower().removeprefix("nvidia ").strip()
+    gpu = next((known for known in _NAMED if known.lower() == lower), None)
+    if gpu is None:
         raise UsageError(f"device_facts={name!r}: expected DeviceFacts or one of {', '.join(sorted(_NAMED))}")
-    return describe_device(_NAMED[found], name=f"NVIDIA {found}")
+    return describe_device(_NAMED[gpu], name=f"NVIDIA {gpu}")
 
 
 def describe_device(sm: int, multiprocessors: int | None = None, name: str | None = None) -> DeviceFacts:

@@ -92,10 +92,10 @@ def only_kernel(
     candidates = _candidates(HashedOnce.of(kernels), operation, tuple(traits.items()), number_of(device))
     fitting = [candidate.kernel for candidate in candidates if not candidate.unfit]
     if not fitting:
-        wanted = ", ".join(f"{name} {value or 'none'}" for name, value in traits.items())
+        words = ", ".join(f"{name} {value or 'none'}" for name, value in traits.items())
         reasons = "; ".join(f"{c.kernel.name}: {c.unfit}" for c in candidates) or "the release has none"
         major, minor = device.capability
-        raise UsageError(f"no {operation} kernel for {wanted} on compute capability {major}.{minor}: {reasons}")
+        raise UsageError(f"no {operation} kernel for {words} on compute capability {major}.{minor}: {reasons}")
     return fitting[0], candidates
 
 
@@ -106,7 +106,7 @@ def _candidates(
     def unfit(kernel: NativeKernel) -> str:
         if not kernel.architecture.runs_on(number):
             return f"built for {kernel.architecture}"
-        other = next((name for name, wanted in traits if kernel.traits[name] != wanted), None)
+        other = next((name for name, value in traits if kernel.traits[name] != value), None)
         return "" if other is None else f"{other} is {kernel.traits[other] or 'none'}"
 
     return tuple(Candidate(kernel=k, unfit=unfit(k)) for k in kernels if k.operation == operation)

@@ -70,11 +70,11 @@ def check_rank(name: str, tensor: TensorView, *ranks: int) -> None:
         raise UsageError(f"{name} of shape {tensor.shape}, strides {tensor.strides}: expected {expected} dimensions")
 
 
-def check_sage(given: Sage) -> None:
+def check_sage(sage: Sage) -> None:
     """Raise ``UsageError`` unless every block size is 0 or a power of two that an int32 holds."""
-    for block in given.blocks:
+    for block in sage.blocks:
         if block != 0 and not (is_power_of_two(block) and block <= INT32_MAX):
-            raise UsageError(f"SageAttention blocks {given.blocks}: expected 0 or powers of 2")
+            raise UsageError(f"SageAttention blocks {sage.blocks}: expected 0 or powers of 2")
 
 
 def check_length(name: str, value: int) -> None:
@@ -83,10 +83,10 @@ def check_length(name: str, value: int) -> None:
         raise UsageError(f"{name}={value}: expected 1 to {INT32_MAX}")
 
 
-def check_out_scales(given: OutScales) -> None:
+def check_out_scales(scales: OutScales) -> None:
     """Raise ``ArgumentRefused`` for a block size of output scales that no kernel writes."""
-    if given.block not in (OUT_SCALE_BLOCK, -1):
-        raise ArgumentRefused(f"o_sf_vec_size={given.block}: expected {OUT_SCALE_BLOCK}, or -1 for no FP4 output")
+    if scales.block not in (OUT_SCALE_BLOCK, -1):
+        raise ArgumentRefused(f"o_sf_vec_size={scales.block}: expected {OUT_SCALE_BLOCK}, or -1 for no FP4 output")
 
 
 def check_top_k(top_k: int) -> None:

@@ -28,9 +28,9 @@ class KernelFinder:
 
     def find(self, traits: tuple[object, ...]) -> KernelMeta | None:
         """The row with exactly these traits (``metadata_columns.SELECTION_FIELDS``), or None."""
-        found = self._known.get(traits, _UNKNOWN)
-        if isinstance(found, KernelMeta) or found is None:
-            return found
+        kernel = self._known.get(traits, _UNKNOWN)
+        if isinstance(kernel, KernelMeta) or kernel is None:
+            return kernel
         row = self.index.find_by_traits(traits)
         if row is not None or len(self._known) < MOST_REMEMBERED:  # rows are bounded by the release, misses are not
             self._known[traits] = row
@@ -47,7 +47,7 @@ class KernelSet:
     def find(self, key: KernelKey) -> KernelMeta | None:
         """The kernel for ``key``, preferably the GPU model's own over the family's, or None."""
         for prefix in self._prefixes:
-            found = self._finder.find((*prefix, *key))
-            if found is not None:
-                return found
+            kernel = self._finder.find((*prefix, *key))
+            if kernel is not None:
+                return kernel
         return None

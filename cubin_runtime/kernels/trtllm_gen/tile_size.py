@@ -86,11 +86,11 @@ def choose_tile(problem: Problem, key: KernelKey, probe: Probe) -> TileChoice:
         if tile_q > default.tile_q or tile_q < problem.group:
             continue
         key = key._replace(tile_q=tile_q, kernel_type=kernel_type_of(tile_q))
-        found = probe(key)
-        if found is None:
+        kernel = probe(key)
+        if kernel is None:
             candidates.append(Candidate(tile_q, None, None))
             continue
-        meta, geometry = found
+        meta, geometry = kernel
         key = geometry.next_key or key
         cost = modelled_cost(tile_q, meta, geometry, problem)
         candidates.append(Candidate(tile_q, meta.symbol, cost))

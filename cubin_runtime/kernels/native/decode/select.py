@@ -117,8 +117,8 @@ def _look_through(
     def unfit(kernel: NativeKernel) -> str:
         if not kernel.architecture.runs_on(number):
             return f"built for {kernel.architecture}"
-        for name, wanted in (("dtype", dtype), ("head_dim", head_dim)):
-            if kernel.traits[name] != wanted:
+        for name, value in (("dtype", dtype), ("head_dim", head_dim)):
+            if kernel.traits[name] != value:
                 return f"{name} is {kernel.traits[name]}"
         taken = str(kernel.traits["q_dtypes"]).split(",")
         if (q_dtype or dtype) not in taken:

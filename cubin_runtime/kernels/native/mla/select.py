@@ -174,8 +174,8 @@ def _candidates(kernels: HashedOnce[NativeKernel], number: int, form: tuple[obje
 def _unfit(kernel: NativeKernel, shape: MlaShape, number: int) -> str:
     if not kernel.architecture.runs_on(number):
         return f"built for {kernel.architecture}"
-    for name, wanted in (("dtype", shape.dtype), ("latent", shape.latent), ("rope", shape.rope)):
-        if kernel.traits[name] != wanted:
+    for name, value in (("dtype", shape.dtype), ("latent", shape.latent), ("rope", shape.rope)):
+        if kernel.traits[name] != value:
             return f"{name} is {kernel.traits[name]}"
     taken = str(kernel.traits.get("q_dtypes", "bf16")).split(",")
     if shape.q_dtype not in taken:

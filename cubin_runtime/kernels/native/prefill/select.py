@@ -173,8 +173,8 @@ def _candidates(
         if not kernel.architecture.runs_on(number):
             return f"built for {kernel.architecture}"
         options = (("dtype", dtype), ("kv_dtype", kv_dtype), ("head_dim", head_dim), ("soft_cap", soft_cap))
-        for name, wanted in options:
-            if kernel.traits[name] != wanted:
+        for name, value in options:
+            if kernel.traits[name] != value:
                 return f"{name} is {kernel.traits[name]}"
         if kernel.traits["segments"] != segments:
             return "it has no segments" if segments else "segments, which only batch_invariant needs"

@@ -19,7 +19,7 @@ def choose_kernel(kernels: Iterable[NativeKernel], operation: str, traits: Mappi
         for kernel in kernels
         if kernel.operation == operation
         and kernel.architecture.runs_on(sm)
-        and all(kernel.traits.get(name) == wanted for name, wanted in traits.items())
+        and all(kernel.traits.get(name) == value for name, value in traits.items())
     ]
     if not fitting:
         words = ", ".join(f"{name} {word}" for name, word in traits.items())
