@@ -96,7 +96,10 @@ def _append(results: Path) -> str:
 
 def _invariance(results: Path) -> str:
     report = report_of(results / "invariant.json")
-    return _aged(operator_pages.invariance(report), report["rows"], results)
+    over_e4m3 = report_of(results / "invariant_e4m3_h100.json")
+    parts = [_aged(operator_pages.invariance(own), own["rows"], results) for own in (report, over_e4m3) if own]
+    data = "[`invariant_e4m3_h100.json`](../benchmarks/results/invariant_e4m3_h100.json)"
+    return f"\n\nOver e4m3 caches ({data}): ".join(parts)
 
 
 def _policies(results: Path) -> str:
