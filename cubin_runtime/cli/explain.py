@@ -233,16 +233,18 @@ def _explain_trtllm_gen(context: typer.Context, config: Config) -> None:
     from .example_call import Shapes
 
     named = context.params
-    case, cases, policy, json = named["case"], named["cases"], named["policy"], named["json"]
+    case, policy, json = named["case"], named["policy"], named["json"]
+    # Texts in older versions of typer, whose context has what click read.
+    cases, out = (None if named[name] is None else Path(named[name]) for name in ("cases", "out"))
     if policy not in POLICIES:
         raise UsageError(f"--policy {policy!r}: expected one of {', '.join(POLICIES)}")
-    if cases is None and (named["out"] is not None or named["both"]):
+    if cases is None and (out is not None or named["both"]):
         raise UsageError("--out and --both: expected only with --cases")
     if cases is not None and (case is not None or json):
         raise UsageError("--cases: expected without CASE.json and --json")
     kernels = explain_trtllm_gen.kernels_of(config, named["release"] or explain_trtllm_gen.RELEASE)
     if cases is not None:
-        explain_trtllm_gen.decide_all(cases, named["out"], kernels, both=named["both"])
+        explain_trtllm_gen.decide_all(cases, out, kernels, both=named["both"])
         return
     form: Any = {"json": json, "candidates": named["candidates"]}
     with _named_by_flags(context):
