@@ -453,7 +453,7 @@ _PREFILL_E4M3_WARPGROUPS = 2
 
 
 def _prefill_e4m3(head_dim: int, dtype: str, segments: bool) -> tuple[int, int, int]:
-    # Two are faster where there is room for tiles of e4m3 and the conversion is long (context_e4m3.json).
+    # Two are faster where there is room for tiles of e4m3 and the conversion is long (context_e4m3_h100.json).
     if head_dim == 256:
         return 2, 0, 0
     if head_dim == 128 and dtype == "bf16" and not segments:

@@ -14,8 +14,7 @@
 //   warp 0: TMA --> buffer --> all four warps: stages, 16 bits
 //   warp 1 of the first: work tiles, queries
 //
-// The loop that converts has few instructions: it takes turns with the consumers' long straight code, and instructions
-// that every pass fetches anew were what it waited for most.
+// The loop that converts has few instructions: straight code for a whole tile was slower than one warpgroup.
 #pragma once
 #include "producer.cuh"
 

@@ -25,14 +25,21 @@ SLACK_TILES_FIELD = Field(
 )
 
 _SCALED = (("k", "keys"), ("v", "values"))
+
+
+def kv_scale_stride_fields(suffix: str = "_scale") -> tuple[Field, ...]:
+    """The strides of the scales that the fields ``k`` and ``v`` with this suffix point to."""
+    return tuple(
+        Field(f"{name}_scale_{of}_stride", "int64", f"elements between the factors of {of}s in {name}{suffix}; 0: one")
+        for name, _ in _SCALED
+        for of in ("request", "head")
+    )
+
+
 # Of kernels over e4m3 keys and values: they come last in a struct.
 KV_SCALE_FIELDS = (
     *(Field(f"{name}_scale", "ptr", f"fp32, factors of {what}; null: 1") for name, what in _SCALED),
-    *(
-        Field(f"{name}_scale_{of}_stride", "int64", f"elements between the factors of {of}s in {name}_scale; 0: one")
-        for name, _ in _SCALED
-        for of in ("request", "head")
-    ),
+    *kv_scale_stride_fields(),
 )
 
 

@@ -6,6 +6,7 @@ from types import MappingProxyType
 
 from ....launch.structs import Field, StructLayout
 from ..constants import STATUS_BITS_TEXT
+from ..problem import kv_scale_stride_fields
 
 _FIELDS = (
     Field("key", "ptr", "new keys, [tokens, kv_heads, key dim]"),
@@ -50,13 +51,9 @@ _FIELDS = (
     Field("v_scale", "float", "what values are divided by"),
     Field("chunk_tokens", "int32", "tokens that a CTA takes at a time"),
 )
-# Between the scales of keys and of values that are on the device.
-_SCALE_STRIDES = tuple(
-    Field(f"{name}_scale_{of}_stride", "int64", f"elements of {name}_scale_device between {what}; 0: all have one")
-    for name in ("k", "v")
-    for of, what in (("request", "requests"), ("head", "KV heads"))
-)
 APPEND_KV = StructLayout.declare("AppendKvParams", _FIELDS)
-APPEND_KV_QUANTISE = StructLayout.declare("AppendKvQuantiseParams", (*_FIELDS, *_SCALE_STRIDES))
+APPEND_KV_QUANTISE = StructLayout.declare(
+    "AppendKvQuantiseParams", (*_FIELDS, *kv_scale_stride_fields("_scale_device"))
+)
 
 LAYOUTS = MappingProxyType({layout.name: layout for layout in (APPEND_KV, APPEND_KV_QUANTISE)})

@@ -8,6 +8,7 @@ from ....launch.plan import LaunchAttributes
 from ....values import dataclass
 from ..constants import CONSTANTS
 from ..launches import STATUS, KernelFile, NativeLaunch, native_plan
+from ..problem import kv_scale_strides
 from .select import AppendSelection
 
 UNIT_BYTES = 16  # of a cache's row
@@ -90,15 +91,6 @@ class AppendProblem:
             "v_scale": self.v_scale,
         }
 
-    def scale_strides(self) -> dict[str, object]:
-        """The fields that the struct of a kernel which quantises has besides."""
-        sides = (("k", self.k_scale_strides), ("v", self.v_scale_strides))
-        return {
-            f"{name}_scale_{of}_stride": stride
-            for name, strides in sides
-            for of, stride in zip(("request", "head"), strides, strict=True)
-        }
-
 
 def reciprocal(divisor: int) -> int:
     """The factor with which the kernel divides numbers below 2^32 / ``divisor``; that is at least 2."""
@@ -130,12 +122,13 @@ def append_launch(
     batch_units = CONSTANTS.append_threads * CONSTANTS.append_loads // loads
     chunk = chunk_tokens(problem.tokens, problem.token_units, batch_units, selection.ctas)
     selection = replace(selection, ctas=min(selection.ctas, -(-problem.tokens // chunk)))
+    strides = kv_scale_strides(problem.k_scale_strides, problem.v_scale_strides) if quantises else {}
     plan = native_plan(
         selection.kernel,
         file,
         grid=selection.grid(problem),
         attributes=LaunchAttributes(programmatic_serialization=problem.programmatic_serialization),
-        values={**problem.values(), **(problem.scale_strides() if quantises else {}), "chunk_tokens": chunk},
+        values={**problem.values(), **strides, "chunk_tokens": chunk},
         caches={},
         regions=(STATUS,),
         why=selection,
