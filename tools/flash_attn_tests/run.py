@@ -1,7 +1,7 @@
 """FlashAttention-3's own forward tests on our names: a seeded sample, several processes, one JSON.
 
     python tools/flash_attn_tests/run.py stage REPOSITORY STAGED [--commit HEAD] [--site FOLDER]
-    python tools/flash_attn_tests/run.py run STAGED --out OUT [--sample 2000] [--seed 0] [--jobs 8] [--seconds 120]
+    python tools/flash_attn_tests/run.py run STAGED --out OUT [--sample 2000] [--seed 0] [--jobs 6] [--seconds 120]
 
 ``REPOSITORY`` is a clone of flash-attention, with or without a work tree; ``--site`` a folder with einops, where the
 machine with the GPU lacks it. Nothing of it belongs into this repository. ``OUT/flash_attn_tests.json`` says for each
@@ -12,11 +12,9 @@ fewer than ``--at-least`` ran. ``--collect`` lists the sample, ``--only TEXT`` i
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import os
 import re
-import subprocess
 import sys
 import tarfile
 import tempfile
@@ -28,6 +26,11 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 FLASHINFER = HERE.parent / "flashinfer_tests"
+sys.path.insert(0, str(FLASHINFER))  # whose modules have the names of ours
+
+import run as flashinfer_run  # type: ignore[import-not-found]  # noqa: E402
+
+NAME = "flash_attn_tests"
 TEST = "test_flash_attn.py"
 FILES = {
     f"hopper/{TEST}": TEST,
@@ -50,22 +53,13 @@ def main() -> int:
     staging.add_argument("--commit", default="HEAD")
     staging.add_argument("--site", type=Path)
     running = verbs.add_parser("run")
-    running.add_argument("staged", type=Path)
-    running.add_argument("--out", type=Path, required=True)
-    running.add_argument("--sample", type=int, default=2000)
-    running.add_argument("--at-least", type=int, default=1000)
-    running.add_argument("--seed", type=int, default=0)
-    running.add_argument("--jobs", type=int, default=6)
-    running.add_argument("--seconds", type=float, default=120)
-    running.add_argument("--only", default="")
-    running.add_argument("--collect", action="store_true")
+    flashinfer_run.add_options(running, sample=2000, at_least=1000, jobs=6, seconds=120)
     given = parser.parse_args()
     return stage(given) if given.verb == "stage" else run(given)
 
 
 def stage(given: argparse.Namespace) -> int:
     """Pack the test files of a commit."""
-    sys.path.append(str(FLASHINFER))
     from stage import add, git, without_caches
 
     commit = git(given.repository, "rev-parse", given.commit).decode().strip()
@@ -82,70 +76,44 @@ def stage(given: argparse.Namespace) -> int:
 
 def run(given: argparse.Namespace) -> int:
     """Run the tests and write the report."""
-    sys.path[:0] = [str(FLASHINFER), str(ROOT / "benchmarks")]  # whose modules have the names of ours
-    import run as flashinfer_run  # type: ignore[import-not-found]
+    sys.path.append(str(ROOT / "benchmarks"))
     from gpu_environment import gpu_environment
 
     given.out.mkdir(parents=True, exist_ok=True)
     began = time.time()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        with tarfile.open(fileobj=io.BytesIO(given.staged.read_bytes())) as opened:
+        with tarfile.open(given.staged) as opened:
             opened.extractall(folder, filter="data")
-        statuses = processes(given, folder, began + given.seconds)
+        statuses = flashinfer_run.run_jobs(
+            given, folder, began + given.seconds, NAME, TEST, lambda own: environment(folder, own), grace=20
+        )
         records = [record for path in folder.glob("records-*") for record in flashinfer_run.read(path)]
         staged = json.loads((folder / "staged.json").read_text())
     report: dict[str, Any] = {"environment": {} if given.collect else gpu_environment(), **staged}
     report |= {"jobs": given.jobs, "seed": given.seed, "seconds": round(time.time() - began, 1), **summary(records)}
-    (given.out / "flash_attn_tests.json").write_text(json.dumps(report, indent=1) + "\n")
-    print(json.dumps({name: value for name, value in report.items() if name != "failures"}, indent=1))
-    for failure in report["failures"][:20]:
-        print(f"FAILED {failure['test']}\n    {failure['reason'][:300]}")
-    if given.collect:
-        return int(any(statuses))
-    return int(bool(report["failures"]) or report["ran"] < given.at_least)
+    return int(flashinfer_run.written(given, NAME, report, statuses))
 
 
-def processes(given: argparse.Namespace, folder: Path, until: float) -> list[int]:
-    """Run the processes side by side; their exit statuses."""
-    started = []
-    for job in range(given.jobs):
-        settings = {"job": job, "jobs": given.jobs, "sample": given.sample, "seed": given.seed, "until": until}
-        settings["records"] = str(folder / f"records-{job}")
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "plugin", "-p", "no:cacheprovider", "--noconftest"]
-        command += ["-c", os.devnull, "--rootdir", ".", "--tb", "short", *(["-k", given.only] if given.only else [])]
-        command += ["--collect-only"] if given.collect else []
-        paths = [HERE, FLASHINFER, ROOT, folder, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "FLASH_ATTENTION_DISABLE_BACKWARD": "TRUE",
-            "FLASH_ATTN_TESTS": json.dumps(settings),
-            "PYTHONDONTWRITEBYTECODE": "1",
-            "PYTHONPATH": os.pathsep.join(str(path) for path in paths if str(path)),
-        }
-        log = (given.out / f"flash_attn_tests-{job}.log").open("w")
-        started.append(
-            subprocess.Popen([*command, TEST], cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT)
-        )
-    statuses = []
-    for process in started:
-        try:
-            statuses.append(process.wait(max(1.0, until + 20 - time.time())))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            statuses.append(process.wait())
-    return statuses
+def environment(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
+    """The environment of a process: the tests from ``folder``, our package from here."""
+    paths = [HERE, FLASHINFER, ROOT, folder, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "FLASH_ATTENTION_DISABLE_BACKWARD": "TRUE",
+        "FLASH_ATTN_TESTS": json.dumps(settings),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONPATH": os.pathsep.join(str(path) for path in paths if str(path)),
+    }
 
 
 def summary(records: list[dict[str, Any]]) -> dict[str, Any]:
     """Counts by test function, why tests were refused or skipped, and the failures."""
-    from run import summary as by_file
-
     for record in records:
         if "test" in record:  # the function in the place of the file
             record["test"] = record["test"].partition("::")[2].replace("[", "::[", 1)
-    result: dict[str, Any] = by_file(records)
+    result: dict[str, Any] = flashinfer_run.summary(records)
     result["functions"] = result.pop("files")
     for counts in result["functions"].values():
         counts["with 16-bit queries for e4m3"] = counts.pop("with the backend made auto")

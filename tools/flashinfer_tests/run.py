@@ -20,27 +20,20 @@ import tarfile
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
+NAME = "flashinfer_tests"
 RAN = ("passed", "failed", "refused", "untouched")
 
 
 def main() -> int:
     """Run the tests and write the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("staged", type=Path)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--sample", type=int, default=2800)
-    parser.add_argument("--at-least", type=int, default=2000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=12)
-    parser.add_argument("--seconds", type=float, default=540)
-    parser.add_argument("--only", default="")
-    parser.add_argument("--collect", action="store_true")
+    add_options(parser, sample=2800, at_least=2000, jobs=12, seconds=540)
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
@@ -48,7 +41,11 @@ def main() -> int:
         with tarfile.open(given.staged) as opened:
             opened.extractall(folder, filter="data")
         began = time.time()
-        statuses = run_jobs(given, folder, began + given.seconds)
+        # Any file: whoever runs tests holds its lock.
+        turn = {"turn": str(folder / "staged.json")}
+        statuses = run_jobs(
+            given, folder, began + given.seconds, NAME, "tests/attention", lambda own: environment(folder, own | turn)
+        )
         staged = json.loads((folder / "staged.json").read_text())
         records = [record for path in folder.glob("records-*") for record in read(path)]
     report = {
@@ -59,7 +56,25 @@ def main() -> int:
         "seconds": round(time.time() - began, 1),
         **summary(records),
     }
-    (given.out / "flashinfer_tests.json").write_text(json.dumps(report, indent=1) + "\n")
+    return written(given, NAME, report, statuses)
+
+
+def add_options(parser: argparse.ArgumentParser, *, sample: int, at_least: int, jobs: int, seconds: float) -> None:
+    """Add the arguments of a run, with these defaults."""
+    parser.add_argument("staged", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--sample", type=int, default=sample)
+    parser.add_argument("--at-least", type=int, default=at_least)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=jobs)
+    parser.add_argument("--seconds", type=float, default=seconds)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--collect", action="store_true")
+
+
+def written(given: argparse.Namespace, name: str, report: dict[str, Any], statuses: list[int]) -> int:
+    """Write the report to ``OUT/name.json`` and print it; the exit status of the run."""
+    (given.out / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps({name: value for name, value in report.items() if name != "failures"}, indent=1))
     for failure in report["failures"][:20]:
         print(f"FAILED {failure['test']}\n    {failure['reason'][:300]}")
@@ -77,8 +92,20 @@ def device_name() -> str:
         return "none"
 
 
-def run_jobs(given: argparse.Namespace, folder: Path, until: float) -> list[int]:
-    """Run the processes side by side; their exit statuses."""
+def run_jobs(
+    given: argparse.Namespace,
+    folder: Path,
+    until: float,
+    name: str,
+    tests: str,
+    environment_of: Callable[[dict[str, Any]], dict[str, str]],
+    grace: float = 45,
+) -> list[int]:
+    """Run the processes side by side, logging to ``OUT/name-JOB.log``; their exit statuses.
+
+    ``environment_of`` gives a process its environment for its settings. ``grace``: seconds for the last tests to end;
+    what then hangs is ended.
+    """
     jobs = []
     for job in range(given.jobs):
         settings = {
@@ -88,26 +115,20 @@ def run_jobs(given: argparse.Namespace, folder: Path, until: float) -> list[int]
             "seed": given.seed,
             "until": until,
             "records": str(folder / f"records-{job}"),
-            "turn": str(folder / "staged.json"),  # any file: whoever runs tests holds its lock
         }
         command = [sys.executable, "-m", "pytest", "-q", "-p", "plugin", "-p", "no:cacheprovider", "--noconftest"]
         command += ["-c", os.devnull, "--rootdir", ".", "--tb", "short", *(["-k", given.only] if given.only else [])]
         command += ["--collect-only"] if given.collect else []
-        log = (given.out / f"flashinfer_tests-{job}.log").open("w")
+        log = (given.out / f"{name}-{job}.log").open("w")
         jobs.append(
             subprocess.Popen(
-                [*command, "tests/attention"],
-                cwd=folder,
-                env=environment(folder, settings),
-                stdout=log,
-                stderr=subprocess.STDOUT,
+                [*command, tests], cwd=folder, env=environment_of(settings), stdout=log, stderr=subprocess.STDOUT
             )
         )
-    # Room for the last tests to end; what then hangs is ended.
     statuses = []
     for process in jobs:
         try:
-            statuses.append(process.wait(max(1.0, until + 45 - time.time())))
+            statuses.append(process.wait(max(1.0, until + grace - time.time())))
         except subprocess.TimeoutExpired:
             process.kill()
             statuses.append(process.wait())
