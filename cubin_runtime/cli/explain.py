@@ -161,7 +161,26 @@ def explain(
             else:
                 output.explanation(explanation.choice, explanation.details if candidates else ())
             return
-    _explain_trtllm_gen(context, config)
+    if policy not in POLICIES:
+        raise UsageError(f"--policy {policy!r}: expected one of {', '.join(POLICIES)}")
+    if cases is None and (out is not None or both):
+        raise UsageError("--out and --both: expected only with --cases")
+    if cases is not None and (case is not None or json):
+        raise UsageError("--cases: expected without CASE.json and --json")
+    from ..kernels.trtllm_gen.traits import Policy
+    from . import explain_trtllm_gen
+    from .example_call import Shapes
+
+    kernels = explain_trtllm_gen.kernels_of(config, release or explain_trtllm_gen.RELEASE)
+    if cases is not None:
+        explain_trtllm_gen.decide_all(cases, out, kernels, both=both)
+        return
+    with _named_by_flags(context):
+        if case is None:
+            shapes = _stated(context, Shapes)
+            explain_trtllm_gen.explain_call(shapes, kernels, Policy(policy), json=json, candidates=candidates)
+        else:
+            explain_trtllm_gen.explain_case(case, kernels, Policy(policy), json=json, candidates=candidates)
 
 
 def _take_family(context: typer.Context, family: str) -> None:
@@ -225,33 +244,6 @@ def _explain_native(context: typer.Context, config: Config, release: str | None)
     device = _device(context)
     kernels = Runtime(config, release=release or NATIVE_RELEASE).native_release().kernels
     return explain.explain(sizes, kernels, device)
-
-
-def _explain_trtllm_gen(context: typer.Context, config: Config) -> None:
-    from ..kernels.trtllm_gen.traits import Policy
-    from . import explain_trtllm_gen
-    from .example_call import Shapes
-
-    named = context.params
-    case, policy, json = named["case"], named["policy"], named["json"]
-    # Texts in older versions of typer, whose context has what click read.
-    cases, out = (None if named[name] is None else Path(named[name]) for name in ("cases", "out"))
-    if policy not in POLICIES:
-        raise UsageError(f"--policy {policy!r}: expected one of {', '.join(POLICIES)}")
-    if cases is None and (out is not None or named["both"]):
-        raise UsageError("--out and --both: expected only with --cases")
-    if cases is not None and (case is not None or json):
-        raise UsageError("--cases: expected without CASE.json and --json")
-    kernels = explain_trtllm_gen.kernels_of(config, named["release"] or explain_trtllm_gen.RELEASE)
-    if cases is not None:
-        explain_trtllm_gen.decide_all(cases, out, kernels, both=named["both"])
-        return
-    form: Any = {"json": json, "candidates": named["candidates"]}
-    with _named_by_flags(context):
-        if case is None:
-            explain_trtllm_gen.explain_call(_stated(context, Shapes), kernels, Policy(policy), **form)
-        else:
-            explain_trtllm_gen.explain_case(case, kernels, Policy(policy), **form)
 
 
 def _stated(context: typer.Context, kind: type[SizesT]) -> SizesT:
