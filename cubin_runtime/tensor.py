@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 from .dtypes import ITEM_BYTES, is_dtype
 from .errors import UsageError
 from .protocols import CudaArray, DLPackTensor, DTypeName
+from .provenance import address_in, traced
 from .values import dataclass
 
 _CUDA_DEVICE = 2  # kDLCUDA
@@ -90,17 +91,22 @@ def view_of(tensor: Tensor, name: str, *, written: bool = False) -> TensorView:
             negated, with a tangent, nested, sparse, masked, of foreign byte order); the message begins with ``name``.
     """
     if isinstance(tensor, TensorView):
-        return tensor
-    if is_torch(tensor):
-        return _from_torch(tensor, name)
-    if hasattr(tensor, "__cuda_array_interface__"):
-        return _from_array_interface(tensor, name, written=written)
-    if hasattr(tensor, "__dlpack__"):
-        return _from_dlpack(tensor, name, written=written)
-    raise UsageError(
-        f"{name}: got {type(tensor).__name__}, expected a TensorView, a torch tensor or an object with "
-        "__cuda_array_interface__ or __dlpack__"
-    )
+        view = tensor
+    elif is_torch(tensor):
+        view = _from_torch(tensor, name)
+    elif hasattr(tensor, "__cuda_array_interface__"):
+        view = _from_array_interface(tensor, name, written=written)
+    elif hasattr(tensor, "__dlpack__"):
+        view = _from_dlpack(tensor, name, written=written)
+    else:
+        raise UsageError(
+            f"{name}: got {type(tensor).__name__}, expected a TensorView, a torch tensor or an object with "
+            "__cuda_array_interface__ or __dlpack__"
+        )
+    if not traced.call:
+        return view
+    address = address_in(tensor, view.pointer)
+    return view if address is view.pointer else TensorView(address, view.dtype, view.shape, view.strides, view.device)
 
 
 def is_torch(tensor: Any) -> bool:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class AppendKvPlan(PlainPlan):
     """A KV append for tensors of one set of shapes, strides and dtypes; made by ``plan_append_kv``."""
 
-    @operator_function(owner="self", scales={name: name for name in SCALES})
+    @operator_function(owner="self", scales=SCALES)
     def run(
         self,
         key: Tensor,
@@ -111,9 +111,7 @@ def plan_append_kv(
     return plan_plain(AppendKvPlan, APPEND_KV, tensors, options, runtime=runtime, device_facts=device_facts)
 
 
-@operator_function(
-    owner=CALL_RUNTIME, scales={name: name for name in SCALES}, any_size=True, op=lambda _: plain_op(APPEND_KV)
-)
+@operator_function(owner=CALL_RUNTIME, scales=SCALES, any_size=True, op=lambda _: plain_op(APPEND_KV))
 def append_kv(
     key: Tensor,
     value: Tensor,

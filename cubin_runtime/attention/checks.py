@@ -9,6 +9,7 @@ from numbers import Real
 from typing import Any
 
 from ..errors import UsageError
+from ..provenance import ArgumentNumber
 from ..tensor import TensorView
 
 OptionCheck = tuple[str, Callable[[str, Any], Any], bool]  # name, what converts the value, whether it may be None
@@ -79,7 +80,7 @@ def real(name: str, value: Any) -> float:
     """
     try:
         if isinstance(value, Real):
-            return float(value)
+            return value if isinstance(value, ArgumentNumber) else float(value)
     except OverflowError:
         return math.inf
     except Exception:  # whatever an object of another library raises

@@ -35,7 +35,7 @@ def torch_op(operator: DecodeOperator) -> TorchOp:
 
     kinds_of = {item.name: str(item.type) for item in fields(operator.options_type)}
     kinds = {arg.name: "Tensor?" if arg.optional else "Tensor" for arg in operator.tensors}
-    kinds |= dict.fromkeys((*SCALES.values(), *operator.kv_scales), "Scale")
+    kinds |= dict.fromkeys((*SCALES, *operator.kv_scales), "Scale")
     kinds |= {"max_seq_len": "SymInt", **{name: _kind(kinds_of[name]) for name in operator.options}}
     written = tuple(arg.name for arg in operator.tensors if arg.written)
     return TorchOp(operator.name, kinds, written, _NO_OPTIONS, complete)

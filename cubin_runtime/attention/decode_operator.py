@@ -35,8 +35,8 @@ from .torch_ops import RUNTIME_SCRATCH, TORCH_SCRATCH
 if TYPE_CHECKING:
     from ..protocols import Stream
 
-# The argument that a number of the launch is a multiple of.
-SCALES = {"softmax_scale_log2": "softmax_scale", "output_scale": "output_scale"}
+# The arguments that numbers of a launch are products of, beside those of ``KV_SCALES``.
+SCALES = ("softmax_scale", "output_scale")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +89,8 @@ class DecodePlan(StepPlan):
     def numbers_of(self, arguments: dict[str, Any]) -> tuple[int, float, float]:
         """The numbers of a run by its arguments, the plan's where it has none; scales on the device stay there."""
         options, bound = self.options, arguments["max_seq_len"]
-        scales = {name: getattr(options, name) for name in (*SCALES.values(), *KV_SCALES)}
-        for name in (*SCALES.values(), *self.operator.kv_scales):
+        scales = {name: getattr(options, name) for name in (*SCALES, *KV_SCALES)}
+        for name in (*SCALES, *self.operator.kv_scales):
             number, arguments[name] = split_scale(arguments[name], name)
             scales[name] = scales[name] if number is None else number
         return self.numbers(

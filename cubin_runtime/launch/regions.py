@@ -49,7 +49,7 @@ def place_regions(what: str, address: int, nbytes: int, needed: Sequence[Region]
     addresses: dict[str, int] = {}
     at = address
     for region in needed:
-        at = (at + region.alignment - 1) // region.alignment * region.alignment
+        at += -at % region.alignment
         addresses[region.name] = at
         at += region.nbytes
     return addresses

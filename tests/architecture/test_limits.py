@@ -61,9 +61,9 @@ LIMITS = (
     Limit("calls of locals()", 14, 0, calls("locals")),
     Limit("calls of exec()", 2, 0, calls("exec")),
     Limit("functions compiled from text", 7, 0, calls("compiled")),
-    Limit("calls of nextafter()", 1, 0, calls("nextafter")),
-    Limit("addresses found by containment", 1, 0, is_containment, "attention/fast_path"),
-    Limit("numbers found by equality of floats", 1, 0, is_product_equality, "attention/fast_path"),
+    Limit("calls of nextafter()", 0, 0, calls("nextafter")),
+    Limit("addresses found by containment", 0, 0, is_containment, "attention/fast_path"),
+    Limit("numbers found by equality of floats", 0, 0, is_product_equality, "attention/fast_path"),
     Limit("docstrings that begin with a question word", 27, 0, is_question_docstring),
     Limit("values named by participles", 69, 0, is_participle),
 )

@@ -7,7 +7,7 @@ does for options and ``guards`` for tensors, and sends it; where the accelerator
 ``operator_function`` tries those functions before the full path, which is the only source of plans and of errors.
 """
 
-from .notes import FastPaths, Launched, Scratch, note_launch, note_made, note_unrepeatable
+from .notes import FastPaths, Launched, Scratch, note_compared, note_launch, note_made, note_unrepeatable
 from .operator_function import (
     CALL_RUNTIME,
     DEFAULT_RUNTIME,
@@ -28,6 +28,7 @@ __all__ = [
     "full_path",
     "is_compiling",
     "is_suspended",
+    "note_compared",
     "note_launch",
     "note_made",
     "note_unrepeatable",

@@ -95,7 +95,7 @@ class _Writer(PathWriter):
         self, signature: Signature, arguments: Sequence[Any], launched: Launched, notes: Notes, form: Form
     ) -> None:
         super().__init__(signature, arguments, launched, notes, form)
-        if launched.family is None or launched.apart or self.launched.scratch is None:
+        if launched.family is None or notes.compared or self.launched.scratch is None:
             raise UnlikeError
         self.family = launched.family
         self.sizes: Mapping[str, int] = self.family.sizes
@@ -118,9 +118,9 @@ class _Writer(PathWriter):
         for name, value in self.given.items():
             self.add(name, value)
         made = [self._like_source(number) for number in range(len(self.notes.made))]
-        known, related = [*self.tensors, *made], set[str]()
+        known = [*self.tensors, *made]
         values = {
-            name: self._value(name, value, known, related)
+            name: self._value(name, value, known)
             for name, value in zip(launched.names, launched.values, strict=True)
             if name not in scratch.names
         }
@@ -137,7 +137,7 @@ class _Writer(PathWriter):
         lines = [f"def {self.form.name}({self.form.head}):", *self.refusal(self.tests), *self.unpacked]
         lines += self.refusal(alike)
         lines += [f"    a_{item.name} = {item.address}" for item in used]
-        lines += self.refusal([*address_conditions(used, signature.memory, self.scope), *sorted(related)])
+        lines += self.refusal(address_conditions(used, signature.memory, self.scope))
         lines += self._stream("stream" in self.given)
         lines += [f"    {line}" for line in self._made(made)]
         bound = signature.bound if signature.bound in self.free else "0"

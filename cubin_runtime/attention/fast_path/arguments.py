@@ -14,7 +14,7 @@ from .options import Form, Signature, is_immutable, is_runtime
 if TYPE_CHECKING:
     from ...launch.semaphore_workspace import AnyWorkspace
 
-_SCALE_LIMIT, _SMALLEST_SCALE = 2.0**127, 2.0**-127  # of subnormal numbers, different multiples are equal
+_SCALE_LIMIT = 2.0**127
 _FIXED = (str, int, float)
 _WORKSPACES = (Workspace, SemaphoreWorkspace)
 
@@ -56,7 +56,7 @@ class ArgumentTests:
             self.scope |= {"LOW": self.launched.bounds[0], "HIGH": self.launched.bounds[1]}
             self.tests.append(f"type({name}) is int")
             self.free[name] = value
-        elif name in signature.scales.values() and type(value) is float and abs(value) > _SMALLEST_SCALE:
+        elif name in signature.scales and type(value) is float and value:
             self.scope |= {"LIMIT": _SCALE_LIMIT, f"k_{name}": value}
             self.tests.append(f"({name} is k_{name} or type({name}) is float and -LIMIT <= {name} <= LIMIT and {name})")
             self.free[name] = value

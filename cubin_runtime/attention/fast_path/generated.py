@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...errors import CubinRuntimeError
-from ...kernels.native.problem import LOG2_E
 from ...launch.accelerator import Senders
 from ...launch.run_source import Expressions
 from ...launch.streams import stream_handle
+from ...provenance import ArgumentAddress, ArgumentNumber
 from ...tensor import TensorView
 from .arguments import ArgumentTests, UnlikeError, guarded_or_unlike, is_workspace
 from .at_once import at_once, place_finder
@@ -61,13 +61,9 @@ class PathWriter(ArgumentTests):
             self.add(name, value)
         made = [guarded_or_unlike(f"made{number}", item.tensor) for number, item in enumerate(self.notes.made)]
         known = [*self.tensors, *made]
-        related: set[str] = set()
         noted = zip(launched.names, launched.values, strict=True)
-        values = [self._value(name, value, known, related) for name, value in noted]
-        if launched.apart:
-            one, other = (launched.names.index(name) for name in launched.apart)
-            equal = launched.values[one] == launched.values[other]
-            related.add(f"{values[one]} {'==' if equal else '!='} {values[other]}")
+        values = [self._value(name, value, known) for name, value in noted]
+        related = [self._compared(one, other, known) for one, other in self.notes.compared]
         self._leftovers()
         used = [item for item in self.tensors if item.name in self.used]
         reads = [f"    a_{item.name} = {item.address}" for item in used]
@@ -94,7 +90,7 @@ class PathWriter(ArgumentTests):
         if not related:
             lines += self._at_once(sending.senders, values, keyed, f"return {self._result(result)}")
         lines += self.refusal(alike)
-        lines += reads + self.refusal([*address_conditions(moving, signature.memory, self.scope), *sorted(related)])
+        lines += reads + self.refusal([*address_conditions(moving, signature.memory, self.scope), *related])
         lines += streaming
         lines += [f"    {line}" for line in sending.lines]
         if "stream" in given:
@@ -123,7 +119,7 @@ class PathWriter(ArgumentTests):
             return ["    if stream is None:", *(f"        {line}" for line in lines)]
         return [f"    {line}" for line in lines]
 
-    def _value(self, name: str, value: Any, known: Sequence[GuardedTensor], related: set[str]) -> str:
+    def _value(self, name: str, value: Any, known: Sequence[GuardedTensor]) -> str:
         """The expression of one of the launch's values."""
         launched, scratch = self.launched, self.launched.scratch
         if scratch is not None and name in scratch.names:
@@ -132,29 +128,32 @@ class PathWriter(ArgumentTests):
             return self._number(name, value)
         if not value:
             return "0"
-        containing = [item for item in known if item.view.pointer <= value < item.end]
-        if not containing:
-            raise UnlikeError
-        source, *others = containing
-        self.used.update(item.name for item in containing)
-        for other in others:  # whichever of them the address was derived from, it is the same
-            delta = f"d_{other.name}_{source.name}"
-            self.scope[delta] = other.view.pointer - source.view.pointer
-            related.add(f"a_{other.name} - a_{source.name} == {delta}")
-        if any(item.name.startswith("made") for item in containing) and others:
-            raise UnlikeError
-        offset, number = value - source.view.pointer, launched.names.index(name)
-        self.sources[number] = source.name, offset
+        source, offset = self._place(value, known)
+        number = launched.names.index(name)
+        self.sources[number] = source, offset
         if not offset:
-            return f"a_{source.name}"
+            return f"a_{source}"
         at = f"o{number}"
         self.scope[at] = offset
-        return f"a_{source.name} + {at}"
+        return f"a_{source} + {at}"
+
+    def _place(self, address: int, known: Sequence[GuardedTensor]) -> tuple[str, int]:
+        """The name of the tensor that an address was computed from, and the bytes between them."""
+        if type(address) is ArgumentAddress and address.call == self.notes.call:
+            for item in known:
+                if id(item.tensor) == address.tensor:
+                    self.used.add(item.name)
+                    return item.name, address - item.view.pointer
+        raise UnlikeError
+
+    def _compared(self, one: int, other: int, known: Sequence[GuardedTensor]) -> str:
+        """The test that two addresses are equal, or that they are not, as in the call."""
+        (first, offset), (second, beyond) = self._place(one, known), self._place(other, known)
+        return f"a_{first} + {offset} {'==' if one == other else '!='} a_{second} + {beyond}"
 
     def _number(self, name: str, value: Any) -> str:
         """The expression of a number: of the argument that it follows, or as it was."""
-        signature, bound = self.signature, self.signature.bound
-        scale = signature.scales.get(name)
+        bound = self.signature.bound
         if name == "max_seq_len" and bound in self.free:
             self.followed.add(bound)
             if value == self.free[bound]:
@@ -164,15 +163,22 @@ class PathWriter(ArgumentTests):
                 raise UnlikeError
             self.scope["CAPACITY"] = value  # what the page table holds, however much more is asked for
             self.tests.append(f"{bound} >= CAPACITY")
-        elif scale in self.free and value:
-            factors = [1.0, LOG2_E, *(k for key, k in self.scope.items() if key[:2] == "k_" and type(k) is float)]
-            factor = next((factor for factor in factors if self.free[scale] * factor == value), None)
-            if factor is not None:
-                self.followed.add(scale)
-                self.scope[f"f_{name}"] = factor
-                return f"{scale} * f_{name}" if factor != 1.0 else scale
+        elif type(value) is ArgumentNumber and value.call == self.notes.call:
+            arguments = [factor for factor in value.factors if type(factor) is str]
+            if self.free.keys() >= set(arguments):
+                self.followed.update(arguments)
+                return self._product(name, value.factors)
         self.scope[f"n_{name}"] = value
         return f"n_{name}"
+
+    def _product(self, name: str, factors: Sequence[str | float]) -> str:
+        """The expression of a product, multiplied as the full path does it."""
+        terms = []
+        for place, factor in enumerate(factors):
+            if type(factor) is not str:
+                self.scope[f"f{place}_{name}"] = factor
+            terms.append(factor if type(factor) is str else f"f{place}_{name}")
+        return " * ".join(terms)
 
     def _leftovers(self) -> None:
         """What no value follows is as it was, and a bound chooses the same plan."""

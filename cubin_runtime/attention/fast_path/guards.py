@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
-from ...dtypes import ITEM_BYTES
 from ...errors import CubinRuntimeError
 from ...launch.accelerator import accelerator
 from ...tensor import TensorView, view_of
@@ -17,12 +16,11 @@ _ALIGNED, _PLACED = 15, 255  # bits of an address that count: of a tensor, of me
 
 
 class GuardedTensor(NamedTuple):
-    """A tensor of a call: the name that the source knows it by, its view, and the address behind its last element."""
+    """A tensor of a call: the name that the source knows it by, and its view."""
 
     name: str
     tensor: Any
     view: TensorView
-    end: int
 
     @property
     def address(self) -> str:
@@ -40,8 +38,7 @@ def guarded(name: str, tensor: Any) -> GuardedTensor | None:
         return None
     if not (view.pointer and all(view.shape) and min(view.strides, default=0) >= 0):
         return None
-    last = sum([(size - 1) * stride for size, stride in zip(view.shape, view.strides, strict=True)])
-    return GuardedTensor(name, tensor, view, view.pointer + (last + 1) * ITEM_BYTES[view.dtype])
+    return GuardedTensor(name, tensor, view)
 
 
 def is_plain(tensor: Any) -> bool:
@@ -68,6 +65,8 @@ def conditions(tensors: Sequence[GuardedTensor], scope: dict[str, Any], sized: C
     """
     found = []
     views = [item for item in tensors if type(item.tensor) is TensorView]
+    first = {id(item.tensor): item for item in reversed(tensors)}  # by whose name the tensor's address is read
+    found += [f"{item.name} is {first[id(item.tensor)].name}" for item in tensors if first[id(item.tensor)] is not item]
     for item in views:
         name, view = item.name, item.view
         scope |= {f"spec_{name}": view.spec, "TensorView": TensorView}
@@ -89,11 +88,7 @@ def conditions(tensors: Sequence[GuardedTensor], scope: dict[str, Any], sized: C
             scope["grad_enabled"] = torch.is_grad_enabled
             found.append("not grad_enabled()")
         # torch's guards take no tensor twice.
-        first = {id(item.tensor): item for item in reversed(rest)}
         distinct = [item for item in rest if first[id(item.tensor)] is item]
-        found += [
-            f"{item.name} is {first[id(item.tensor)].name}" for item in rest if first[id(item.tensor)] is not item
-        ]
         check = torch_guard([item.tensor for item in distinct], [item.name in sized for item in distinct])
         if check is not None:
             name = "check" if len(distinct) == len(rest) else "check_distinct"

@@ -7,6 +7,8 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from ...provenance import traced_call
+
 if TYPE_CHECKING:
     from ...launch.prepared import PreparedLaunches
     from ..memory import TensorMemory
@@ -59,10 +61,10 @@ class Family(Protocol):
 class Launched(NamedTuple):
     """The launches of one call, ``prepared.run(stream, *values)``.
 
-    Values are addresses, but for those called ``numbers``; those of the regions of ``scratch`` follow from
-    the workspace. ``bounds`` are the least and the greatest bound on the lengths with which a call takes the same plan.
-    ``memory`` gives the stream of a call without one; None: that is the legacy default stream. ``apart`` names two
-    addresses on whose equality the plan depends. ``family`` are the calls of other sizes.
+    Values are addresses, but for those called ``numbers``; both say where they are from, as in ``provenance``, and
+    those of the regions of ``scratch`` follow from the workspace. ``bounds`` are the least and the greatest bound on
+    the lengths with which a call takes the same plan. ``memory`` gives the stream of a call without one; None: that is
+    the legacy default stream. ``family`` are the calls of other sizes.
     """
 
     prepared: PreparedLaunches
@@ -73,7 +75,6 @@ class Launched(NamedTuple):
     memory: TensorMemory | None
     bounds: tuple[int, int]
     scratch: Scratch | None = None
-    apart: tuple[str, ...] = ()
     family: Family | None = None
 
     @property
@@ -91,11 +92,13 @@ class Made(NamedTuple):
 
 
 class Notes:
-    """The notes of one call."""
+    """The notes of one call; ``call`` is its number in ``provenance``."""
 
-    def __init__(self) -> None:
+    def __init__(self, call: int) -> None:
+        self.call = call
         self.launched: list[Launched] = []
         self.made: list[Made] = []
+        self.compared: list[tuple[int, int]] = []
         self.repeatable = True
 
 
@@ -110,12 +113,13 @@ class taking_notes:  # used as a statement
     """Take notes of what this thread does inside, but for what a call does that interrupts it and takes its own."""
 
     def __enter__(self) -> Notes:
-        self._interrupted = _active.notes
-        _active.notes = notes = Notes()
+        self._interrupted, self._traced = _active.notes, traced_call()
+        _active.notes = notes = Notes(self._traced.__enter__())
         return notes
 
     def __exit__(self, *_: object) -> None:
         _active.notes = self._interrupted
+        self._traced.__exit__()
 
 
 def note_launch(launched: Launched) -> None:
@@ -129,6 +133,12 @@ def note_made(tensor: Any, make: Callable[..., Any], sources: Sequence[Any] = ()
     if _active.notes is not None:
         _active.notes.made.append(Made(tensor, make, tuple(sources)))
     return tensor
+
+
+def note_compared(one: int, other: int) -> None:
+    """Note that the call depends on whether two addresses of its arguments are equal."""
+    if _active.notes is not None:
+        _active.notes.compared.append((one, other))
 
 
 def note_unrepeatable() -> None:

@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 from ...launch.compiled import compiled
+from ...provenance import number_of
 from ..process import default, default_runtime, runtime_of
 from ..torch_ops import TorchOp, is_intercepted
 from .any_size import any_size_path, is_second
@@ -136,7 +137,7 @@ def suspendable(step: Suspendable) -> None:
 def operator_function(  # noqa: C901, PLR0915
     *,
     owner: str = DEFAULT_RUNTIME,
-    scales: Mapping[str, str] | None = None,
+    scales: tuple[str, ...] = (),
     bound: str = "max_seq_len",
     memory: tuple[str, ...] = (),
     contents: tuple[str, ...] = (),
@@ -154,7 +155,7 @@ def operator_function(  # noqa: C901, PLR0915
 
     def decorate(full: FunctionT) -> FunctionT:  # noqa: C901, PLR0915
         parameters = inspect.signature(full).parameters
-        signature = Signature(tuple(parameters), scales or {}, bound, frozenset(memory), contents)
+        signature = Signature(tuple(parameters), scales, bound, frozenset(memory), contents)
         number, traced = next(_numbers), op(full) if op else None
         heads, defaults = _heads(list(parameters.values()))
 
@@ -166,7 +167,8 @@ def operator_function(  # noqa: C901, PLR0915
             if _state.suspended:
                 return full(**given)
             with taking_notes() as notes:
-                result = full(**given)
+                traced_scales = {name: number_of(name, given[name]) for name in scales if type(given[name]) is float}
+                result = full(**{**given, **traced_scales})
             note_use(given, notes)
             if any_size and is_second(holder.families, notes):
                 made = any_size_path(signature, arguments, result, notes, Form("fast", names))

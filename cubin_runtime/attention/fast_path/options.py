@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import field
 from typing import Any, NamedTuple
 
 from ...launch.streams import stream_handle
@@ -17,12 +16,12 @@ from .notes import Notes
 class Signature:
     """What the arguments of an operator mean, beyond tensors and fixed options.
 
-    ``scales`` names the argument that a number among the launch's values is a multiple of, ``bound`` the one that
+    ``scales`` are the arguments that numbers among the launch's values are products of, ``bound`` is the one that
     bounds the lengths, ``memory`` those in which regions are placed, ``contents`` those that the full path may read.
     """
 
     parameters: tuple[str, ...]
-    scales: Mapping[str, str] = field(default_factory=dict)
+    scales: tuple[str, ...] = ()
     bound: str = "max_seq_len"
     memory: frozenset[str] = frozenset()
     contents: tuple[str, ...] = ()

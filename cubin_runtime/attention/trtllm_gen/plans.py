@@ -19,7 +19,7 @@ from ...kernels.trtllm_gen.workspace_layout import ALIGNMENT, stats_bytes
 from ...launch.modules import KernelRequest
 from ...launch.plan import LaunchAttributes, LaunchPlan, launch_config
 from ...launch.prepared import OtherContextError, PreparedLaunches
-from ..fast_path import Launched
+from ..fast_path import Launched, note_compared
 from ..runtime import PlanRuntime
 from ..user_frame import stacklevel_of_user
 from .plan_key import bounds_of
@@ -90,6 +90,7 @@ class AttentionPlan:
         address, nbytes = workspace
         # Bind with an unbounded size first, so that one error below names all the bytes needed.
         bindings = call.bindings((address, _BOUNDLESS), counters).with_partial_out(self.decision.partial_offset)
+        note_compared(bindings.key, bindings.value)  # one cache for both takes another plan
         taken = self._taken(bindings, address)
         if taken > nbytes:
             raise WorkspaceError(
@@ -113,7 +114,6 @@ class AttentionPlan:
             device=self._ordinal,
             memory=self._runtime.memory,
             bounds=bounds_of(call),
-            apart=("key", "value"),
         )
 
     def requests(self, context: int) -> tuple[KernelRequest, ...]:

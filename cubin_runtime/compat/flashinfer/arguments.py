@@ -16,8 +16,8 @@ from ...attention.trtllm_gen.checks import check_device
 from ...errors import UsageError
 from ...tensor import TensorView, view_of
 
-# Of a launch's numbers, the argument that each is a multiple of, and the arguments that are memory of no form.
-SCALES = {"softmax_scale_log2": "bmm1_scale", "output_scale": "bmm2_scale"}
+# The arguments that numbers of a launch are products of, and those that are memory of no form.
+SCALES = ("bmm1_scale", "bmm2_scale")
 MEMORY = ("workspace_buffer", "semaphores", "multi_ctas_kv_counter_buffer")
 
 

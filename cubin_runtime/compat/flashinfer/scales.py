@@ -11,13 +11,12 @@ from ...attention.scales import ScaleProduct, float32_number
 from ...attention.trtllm_gen import Scale
 from ...attention.trtllm_gen.checks import scale_of
 from ...errors import UsageError
+from ...provenance import ArgumentNumber
 from ...tensor import TensorView, view_of
 from .arguments import Arguments
 from .outputs import E4M3
 
 LOG2_E = math.log2(math.e)
-# 1 in float32 after the launch's factor log2(e), but no multiple of ``bmm1_scale`` that a fast path would follow.
-_LN_2 = math.nextafter(1 / LOG2_E, 0.0)
 
 
 def factor_of(name: str, value: Any, device: int) -> ScaleProduct:
@@ -37,7 +36,7 @@ def scores_factor(call: Arguments, device: int) -> ScaleProduct:
     if call.bmm1_scale_log2 is None:
         return factor_of("bmm1_scale", call.bmm1_scale, device)
     scale_of("bmm1_scale_log2", view_of(call.bmm1_scale_log2, "bmm1_scale_log2"), device)
-    return ScaleProduct(_LN_2, call.bmm1_scale_log2)
+    return ScaleProduct(1 / LOG2_E, call.bmm1_scale_log2)  # 1 in float32, times the launch's log2(e)
 
 
 def times(first: ScaleProduct, second: ScaleProduct, runtime: Runtime) -> ScaleProduct:
@@ -88,6 +87,6 @@ def scale_from(name: str, value: Any, device: int) -> Scale:
     if not isinstance(value, Real):
         return scale_of(name, view_of(value, name), device)
     try:
-        return Scale(float(value))
+        return Scale(value if isinstance(value, ArgumentNumber) else float(value))
     except OverflowError:
         return Scale(math.inf)  # for the checks of the call to refuse

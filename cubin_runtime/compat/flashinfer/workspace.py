@@ -86,7 +86,7 @@ def with_own_semaphores(call: Arguments, device: int) -> SemaphoreWorkspace | To
     if isinstance(call.workspace_buffer, TorchScratch):
         return call.workspace_buffer
     address, nbytes = _memory_of(call.workspace_buffer, "workspace_buffer", device)
-    aligned = (address + 15) & ~15
+    aligned = address + -address % 16
     scratch = (aligned, max(0, nbytes - (aligned - address)))
     semaphores = call.runtime.memory.zeros(call.query, (_OWN_SEMAPHORE_BYTES,), "uint8")
     return SemaphoreWorkspace(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ...attention.backends import XQA
 from ...attention.checks import check_dtype, integer
 from ...attention.decode_operator import default_scale
-from ...attention.fast_path import operator_function
+from ...attention.fast_path import note_compared, operator_function
 from ...attention.gqa import paged_decode
 from ...attention.mla import mla_decode
 from ...errors import UsageError
@@ -264,6 +264,7 @@ def _shared_cache(keys: TensorView, values: TensorView, page_size: int) -> Tenso
     cache = latent_cache(keys, "k_cache")
     if cache.shape[2] != integer("page_size", page_size):
         raise UsageError(f"page_size={page_size}: k_cache has {cache.shape[2]}")
+    note_compared(values.pointer, keys.pointer)
     same = (values.pointer, values.dtype, values.device) == (keys.pointer, keys.dtype, keys.device)
     same = same and values.strides == keys.strides and values.shape[:-1] == keys.shape[:-1]
     if not same or values.shape[-1] not in (keys.shape[-1], keys.shape[-1] - _ROPE):

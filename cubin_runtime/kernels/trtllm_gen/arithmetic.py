@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from ctypes import c_float
 
+from ...provenance import ArgumentNumber
+
 INT32_MAX = 2**31 - 1
 
 
 def float32(value: float) -> float:
     """The nearest float32, as a C cast gives it; too large becomes infinity."""
-    return c_float(value).value
+    rounded = c_float(value).value
+    return value.rounded(rounded) if type(value) is ArgumentNumber else rounded
 
 
 def int32(value: int) -> int:

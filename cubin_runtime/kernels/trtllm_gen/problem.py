@@ -65,7 +65,8 @@ class Bindings(NamedTuple):
 
         Without scratch the result is a small number and no address; kernels without scratch do not read it.
         """
-        return self._replace(partial_out=(self.scratch + offset) % _ADDRESSES)
+        end = self.scratch + offset
+        return self._replace(partial_out=end if end < _ADDRESSES else end % _ADDRESSES)
 
 
 @dataclass(frozen=True, slots=True)

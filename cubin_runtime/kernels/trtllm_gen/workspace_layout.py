@@ -46,7 +46,7 @@ def place_regions(
     Raises:
         WorkspaceRefused: the workspace is too small for counters and statistics.
     """
-    begin = _round_up(address, ALIGNMENT)
+    begin = address + -address % ALIGNMENT
     place, end = begin, address + nbytes
     counters_at = stats_at = 0
     if counters:

@@ -86,6 +86,14 @@ def test_tensors_elsewhere_share_a_path(caller: Caller, call: Call, full_paths: 
     assert full_paths.count == 1
 
 
+def test_tensors_of_one_memory_move_in_it(caller: Caller, call: Call, full_paths: FullPaths) -> None:
+    cache = call.arguments["k_cache"]
+    calls = [call.changed(v_cache=replace(cache, pointer=cache.pointer + by)) for by in (1 << 20, 1 << 21, 0)]
+    wanted = [caller.in_full(each) for each in calls]
+    assert [caller.outcome(each) for each in calls] == wanted
+    assert full_paths.count == 1
+
+
 def test_a_call_that_is_refused_leaves_nothing_behind(caller: Caller, call: Call, full_paths: FullPaths) -> None:
     assert caller.outcome(call.changed(max_seq_len=-1))[0] == "UsageError"
     assert not any(caller.runtime.fast_paths.values())
