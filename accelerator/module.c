@@ -1,6 +1,6 @@
 #include "sender.h"
 
-enum { ABI = 3 };
+enum { ABI = 4 };
 
 static int add_type(PyObject *module, const char *name, PyType_Spec *spec) {
   PyObject *type = PyType_FromModuleAndSpec(module, spec, NULL);
@@ -10,9 +10,11 @@ static int add_type(PyObject *module, const char *name, PyType_Spec *spec) {
 }
 
 static int start(PyObject *module) {
-  return PyModule_AddIntMacro(module, ABI) || PyModule_AddIntMacro(module, MOST_TENSORS) ||
+  return PyModule_AddIntMacro(module, ABI) || PyModule_AddIntMacro(module, MOST_SLOTS) ||
+                 PyModule_AddIntMacro(module, MOST_TENSORS) || PyModule_AddIntMacro(module, MOST_FACTORS) ||
                  PyModule_AddIntMacro(module, MOST_KEYED) || PyModule_AddIntMacro(module, MOST_LAUNCHES) ||
-                 add_type(module, "Sender", &sender_spec) || add_type(module, "Step", &step_spec)
+                 add_type(module, "Sender", &sender_spec) || add_type(module, "Walk", &walk_spec) ||
+                 add_type(module, "Paths", &paths_spec)
              ? -1
              : 0;
 }

@@ -1,7 +1,8 @@
-// What cubin_runtime/launch/run_source.py writes in Python for each launch is here one call; the two are tested alike.
+// One launch, as cubin_runtime/launch/senders.py makes it by ctypes; the two are tested alike.
 
 #include "sender.h"
 
+#include <math.h>
 #include <string.h>
 
 static int size_of(char code) {
@@ -35,18 +36,26 @@ static int write_integer(unsigned char *at, char code, PyObject *value) {
   return 0;
 }
 
-static int write_float(unsigned char *at, PyObject *value) {
-  double given = PyFloat_AsDouble(value);
-  if (given == -1.0 && PyErr_Occurred()) return -1;
-  float word = (float)given;  // infinity beyond its range, as of a memoryview
+static int write_double(unsigned char *at, double value) {
+  float word = (float)value;
+  if (isinf(word) && !isinf(value)) {
+    PyErr_SetString(PyExc_OverflowError, "the number does not fit float32");
+    return -1;
+  }
   memcpy(at, &word, 4);
   return 0;
+}
+
+static int write_float(unsigned char *at, PyObject *value) {
+  double number = PyFloat_AsDouble(value);
+  return number == -1.0 && PyErr_Occurred() ? -1 : write_double(at, number);
 }
 
 static int write_value(unsigned char *at, char code, const Value *value) {
   if (value->number != NULL) {
     return code == 'f' ? write_float(at, value->number) : write_integer(at, code, value->number);
   }
+  if (code == 'f') return write_double(at, value->product);
   if (code != 'Q') {
     PyErr_Format(PyExc_TypeError, "an address for a field of format %c", code);
     return -1;
@@ -99,7 +108,7 @@ static PyObject *send(PyObject *object, PyObject *const *given, Py_ssize_t count
     return PyErr_Format(PyExc_TypeError, "send: %zd values, expected %zd", count, self->count);
   }
   Value values[MOST_FIELDS];
-  for (Py_ssize_t i = 0; i < count; i++) values[i] = (Value){given[i], 0};
+  for (Py_ssize_t i = 0; i < count; i++) values[i] = (Value){given[i], 0, 0.0};
   Parameters parameters;
   int code;
   return fill(self, values, &parameters) || launch(self, &parameters, &code) ? NULL : PyLong_FromLong(code);

@@ -7,7 +7,8 @@
 
 #include <stdint.h>
 
-enum { MOST_BYTES = 4096, ALIGNMENT = 128, MOST_FIELDS = 64, MOST_TENSORS = 32, MOST_LAUNCHES = 4, MOST_KEYED = 4 };
+enum { MOST_BYTES = 4096, ALIGNMENT = 128, MOST_FIELDS = 64 };
+enum { MOST_SLOTS = 96, MOST_TENSORS = 32, MOST_LAUNCHES = 4, MOST_KEYED = 4, MOST_FACTORS = 8 };
 
 typedef int (*LaunchKernelEx)(const void *config, void *function, void **parameters, void **extra);
 
@@ -16,10 +17,11 @@ typedef struct {
   char code;  // as in Python's struct module
 } Field;
 
-// What a field gets: a Python number, or an address where that is NULL.
+// What a field gets: a Python number, or where that is NULL an address, or a product.
 typedef struct {
   PyObject *number;
   uint64_t address;
+  double product;
 } Value;
 
 typedef struct {
@@ -41,7 +43,17 @@ PyObject *guard_of(PyObject *module, PyObject *check);
 PyObject *guarded_by(PyObject *guard);
 PyObject *alike(PyObject *check, PyObject *tensors);
 
-extern PyType_Spec sender_spec, step_spec;
+extern PyType_Spec sender_spec, walk_spec, paths_spec;
+
+typedef struct Walk Walk;
+enum { FAILED = -1, OTHERWISE = 0, SENT = 1, UNLIKE = 2 };
+
+// Walk the table of a call with these arguments, of which there is room for MOST_SLOTS. SENT: `result` is a new reference
+// to what the call gives; UNLIKE: it is of another form; OTHERWISE: nothing was sent, and Python is to walk the table.
+int walk(Walk *self, PyObject **slots, PyObject **result);
+
+// Call a callable with one argument.
+PyObject *call_one(PyObject *callable, PyObject *argument);
 
 // The parameters of a launch, its own, so that threads need no lock.
 typedef struct {

@@ -8,7 +8,7 @@ from ..launch.driver import DeviceFacts
 from ..launch.semaphore_workspace import AnyWorkspace
 from .append_operator import APPEND_KV, SCALES, AppendOptions, AppendTensors
 from .backends import AUTO
-from .fast_path import CALL_RUNTIME, operator_function
+from .fast_path import operator_function
 from .plain_operator import PlainPlan, plain_op, plan_plain, run_plain
 from .runtime import Runtime
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class AppendKvPlan(PlainPlan):
     """A KV append for tensors of one set of shapes, strides and dtypes; made by ``plan_append_kv``."""
 
-    @operator_function(owner="self", scales=SCALES)
+    @operator_function(scales=SCALES)
     def run(
         self,
         key: Tensor,
@@ -111,7 +111,7 @@ def plan_append_kv(
     return plan_plain(AppendKvPlan, APPEND_KV, tensors, options, runtime=runtime, device_facts=device_facts)
 
 
-@operator_function(owner=CALL_RUNTIME, scales=SCALES, any_size=True, op=lambda _: plain_op(APPEND_KV))
+@operator_function(scales=SCALES, any_size=True, op=lambda _: plain_op(APPEND_KV))
 def append_kv(
     key: Tensor,
     value: Tensor,

@@ -137,7 +137,7 @@ class DraftMaskPlan(PlainPlan):
     ``check`` reports tokens whose parent does not come before them.
     """
 
-    @operator_function(owner="self")
+    @operator_function()
     def run(
         self,
         out: Tensor,

@@ -28,7 +28,7 @@ from .decode_call import (
 )
 from .decode_op import torch_op
 from .decode_operator import SCALES, DecodeOperator, DecodePlan, default_scale, plan_decode, run_decode
-from .fast_path import CALL_RUNTIME, operator_function
+from .fast_path import operator_function
 from .operator import TensorArg
 from .paged_cache import Q_DTYPES, cache_arg, check_caches, check_table, strides_of, value_table_offset
 from .runtime import NativeRelease, Runtime
@@ -110,7 +110,7 @@ PAGED_DECODE = DecodeOperator(
 class PagedDecodePlan(DecodePlan):
     """A plan made by ``plan_paged_decode``. It has one launch, or two for some ragged ``batch_invariant`` decodes."""
 
-    @operator_function(owner="self", scales=SCALES)
+    @operator_function(scales=SCALES)
     def run(
         self,
         q: Tensor,
@@ -212,7 +212,7 @@ def plan_paged_decode(
     return plan_decode(PagedDecodePlan, PAGED_DECODE, tensors, options, runtime=runtime, device_facts=device_facts)
 
 
-@operator_function(owner=CALL_RUNTIME, scales=SCALES, any_size=True, op=lambda _: torch_op(PAGED_DECODE))
+@operator_function(scales=SCALES, any_size=True, op=lambda _: torch_op(PAGED_DECODE))
 def paged_decode(
     q: QueryT,
     k_cache: Tensor,

@@ -19,7 +19,7 @@ from ..tensor import TensorView, view_of
 from ..values import dataclass
 from .backends import AUTO
 from .checks import check_dtype, check_shape
-from .fast_path import CALL_RUNTIME, operator_function
+from .fast_path import operator_function
 from .operator import TensorArg
 from .plain_operator import PlainCall, PlainOperator, PlainPlan, plain_op, plan_plain, run_plain
 from .process import runtime_of
@@ -151,7 +151,7 @@ MERGE_STATES = PlainOperator(
 class MergeStatesPlan(PlainPlan):
     """A merge for tensors of one set of shapes, strides and dtypes; made by ``plan_merge_states``."""
 
-    @operator_function(owner="self")
+    @operator_function()
     def run(
         self,
         v: Tensor,
@@ -212,7 +212,7 @@ def _complete(given: dict[str, Any]) -> Any:
     return given["out"]
 
 
-@operator_function(owner=CALL_RUNTIME, op=lambda _: plain_op(MERGE_STATES, _complete))
+@operator_function(op=lambda _: plain_op(MERGE_STATES, _complete))
 def merge_states(
     v: QueryT,
     s: Tensor,

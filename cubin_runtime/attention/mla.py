@@ -28,7 +28,7 @@ from .decode_call import (
 )
 from .decode_op import torch_op
 from .decode_operator import SCALES, DecodeOperator, DecodePlan, plan_decode, run_decode
-from .fast_path import CALL_RUNTIME, operator_function
+from .fast_path import operator_function
 from .latent_cache import KV_CACHE, OUT_DTYPES, Q_DTYPES, ROPE, check_cache
 from .operator import TensorArg
 from .paged_cache import check_table
@@ -128,7 +128,7 @@ class MlaDecodePlan(DecodePlan):
         selection: MlaSelection = self.selections[0]
         return selection
 
-    @operator_function(owner="self", scales=SCALES)
+    @operator_function(scales=SCALES)
     def run(
         self,
         q: Tensor,
@@ -233,7 +233,7 @@ def plan_mla_decode(
     return plan_decode(MlaDecodePlan, MLA_DECODE, tensors, options, runtime=runtime, device_facts=device_facts)
 
 
-@operator_function(owner=CALL_RUNTIME, scales=SCALES, any_size=True, op=lambda _: torch_op(MLA_DECODE))
+@operator_function(scales=SCALES, any_size=True, op=lambda _: torch_op(MLA_DECODE))
 def mla_decode(
     q: QueryT,
     kv_cache: Tensor,

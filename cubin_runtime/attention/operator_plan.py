@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,7 @@ from ..kernels.native.constants import StatusBit
 from ..kernels.native.launches import STATUS, NativeLaunch
 from ..launch.driver import Driver
 from ..launch.plan import LaunchPlan
-from ..launch.prepared import OtherContextError, PreparedLaunches, Sending
+from ..launch.prepared import OtherContextError, PreparedLaunches
 from ..launch.regions import workspace_size
 from ..launch.repeated import RepeatedLaunches
 from ..launch.semaphore_workspace import AnyWorkspace, check_workspace
@@ -64,7 +63,7 @@ class OperatorPlan:
         self._runtime = runtime
         self.device = tensors[operator.tensors[0].name].device
         self.of_torch = of_torch
-        self.fast_paths: FastPaths = defaultdict(tuple)
+        self.fast_paths: FastPaths = {}
         self._prepared: dict[int, PreparedLaunches] = {}
         self._regions_at = RegionPlaces(self.regions)
         self._pool = WorkspacePool(runtime.driver, self.device, self.workspace_bytes)
@@ -263,17 +262,17 @@ class OperatorPlan:
         workspace: AnyWorkspace,
         place: Hashable,
         stream: int,
-    ) -> Sending:
-        """Lines that launch on one stream with tensors at fixed ``addresses`` by name, 0 for what is left out, and what
-        they refer to; ``v`` and its number is the address of another tensor. ``place`` is what the stream claimed of
-        the workspace. Errors as ``launch``."""
+    ) -> tuple[PreparedLaunches, dict[str, Any]]:
+        """The launches, and their values on one stream with tensors at fixed ``addresses`` by name, 0 for what is left
+        out; those of other tensors are not among them. ``place`` is what the stream claimed of the workspace. Errors as
+        ``launch``."""
         regions = self._regions_at(workspace, place)
         of_tensors = zip(self.operator.values, self.operator.tensors, strict=True)
         fixed: dict[str, Any] = {value: addresses[arg.name] for value, arg in of_tensors if arg.name in addresses}
         fixed |= zip((region.name for region in self.regions), regions, strict=True)
         fixed |= zip(self.operator.numbers, numbers, strict=True)
         context = workspace.context or self.driver.context_on(self.device)
-        return self._prepared_in(context, stream).bind(fixed, stream)
+        return self._prepared_in(context, stream), fixed
 
     def stream_of(self, stream: Stream | None) -> int:
         """The handle of a stream as callers give it; None: for a plan of torch tensors torch's current one, else 0."""

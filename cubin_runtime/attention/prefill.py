@@ -15,7 +15,7 @@ from .context_call import CONTEXT_TENSORS, ContextOptions, capacity_of, check_co
 from .decode_call import DecodeCall
 from .decode_op import torch_op
 from .decode_operator import SCALES, DecodeOperator, DecodePlan, default_scale, plan_decode, run_decode
-from .fast_path import CALL_RUNTIME, operator_function
+from .fast_path import operator_function
 from .runtime import NativeRelease, Runtime
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class ContextAttentionPlan(DecodePlan):
         selection: ContextSelection = self.selections[0]
         return selection
 
-    @operator_function(owner="self", scales=SCALES)
+    @operator_function(scales=SCALES)
     def run(
         self,
         q: Tensor,
@@ -208,7 +208,7 @@ def plan_context_attention(
     )
 
 
-@operator_function(owner=CALL_RUNTIME, scales=SCALES, any_size=True, op=lambda _: torch_op(CONTEXT_ATTENTION))
+@operator_function(scales=SCALES, any_size=True, op=lambda _: torch_op(CONTEXT_ATTENTION))
 def context_attention(
     q: QueryT,
     k: Tensor,

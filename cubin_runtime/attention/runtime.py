@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import field
 from typing import TYPE_CHECKING, Any
@@ -259,8 +258,8 @@ class Runtime(PlanRuntime):
         self.for_plans = PlanRuntime()
         self.for_plans.__dict__ = self.__dict__  # all but the slots
         self.plans = PlanCache()
-        self.fast_paths: FastPaths = defaultdict(tuple)
-        self.family_paths: FastPaths = defaultdict(tuple)
+        self.fast_paths: FastPaths = {}
+        self.family_paths: FastPaths = {}
         self.families: dict[Hashable, None] = {}
         self.growing: dict[int, tuple[Any, ...]] = {}  # forms of caches that grow, by thread
         self.config = config or Config.from_environment()
@@ -292,7 +291,7 @@ class Runtime(PlanRuntime):
             launches=self.driver.launches,
             plans_made=self.plans.made,
             plans_found=self.plans.found,
-            fast_paths=sum(map(len, [*self.fast_paths.values(), *self.family_paths.values()])),
+            fast_paths=sum(len(of.entries) for of in (*self.fast_paths.values(), *self.family_paths.values())),
             loads=counts.loads,
             loaded_bytes=counts.bytes,
             failed_loads=counts.failures,

@@ -24,7 +24,7 @@ from ..tensor import TensorView, view_of
 from ..values import dataclass
 from .backends import AUTO
 from .checks import check_shape
-from .fast_path import CALL_RUNTIME, operator_function
+from .fast_path import operator_function
 from .latent_cache import OUT_DTYPES
 from .merge import LSE_BASES
 from .operator import TensorArg
@@ -233,7 +233,7 @@ SPARSE_MLA_DECODE = PlainOperator(
 class SparseMlaDecodePlan(PlainPlan):
     """A plan made by ``plan_sparse_mla_decode``."""
 
-    @operator_function(owner="self")
+    @operator_function()
     def run(
         self,
         q: Tensor,
@@ -322,7 +322,7 @@ def _complete(given: dict[str, Any]) -> Any:
     return given["out"]
 
 
-@operator_function(owner=CALL_RUNTIME, op=lambda _: plain_op(SPARSE_MLA_DECODE, _complete))
+@operator_function(op=lambda _: plain_op(SPARSE_MLA_DECODE, _complete))
 def sparse_mla_decode(
     q: QueryT,
     kv_cache: Tensor,

@@ -9,13 +9,13 @@ from weakref import ref
 
 from ..errors import UsageError, WorkspaceError
 from ..launch.buffers import EagerClaim
-from ..launch.compiled import compiled
-from ..launch.prepared import ELSEWHERE
 from ..launch.semaphore_workspace import AnyWorkspace, check_workspace
 from ..launch.workspace import Workspace
 from .fast_path import note_launch, suspendable
-from .fast_path.at_once import at_once
-from .fast_path.guards import conditions, guarded
+from .fast_path.guards import KnownForms, guarded
+from .fast_path.path import BoundPlace, Path
+from .fast_path.paths import Binding, new_paths
+from .fast_path.table import Address, CallTable, Constant, TensorRow
 from .operator_plan import OperatorPlan
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def bind_step(
 
 
 class _FullStep:
-    """A step by the full path, and what is bound; the functions of a bound step refer to this and not to their owner,
+    """A step by the full path, and what is bound; the path of a bound step refers to this and not to its owner,
     with which they would be a reference cycle."""
 
     def __init__(
@@ -118,8 +118,22 @@ class _FullStep:
         self.stream = stream
         planned = zip(plan.operator.tensors, plan.specs, strict=True)
         self.free = tuple(arg for arg, spec in planned if spec is not None and arg.name not in arguments)
+        self._binding = Binding.of([arg.name for arg in self.free])
         self._bound = dict(arguments)
         self._kept = kept
+
+    def in_order(self, tensors: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Any]:
+        """A step's tensors in the order of ``free``.
+
+        Raises:
+            TypeError: they are not those.
+        """
+        given = self._binding.in_order(tensors, named)
+        if given is None:
+            names = ", ".join(arg.name for arg in self.free)
+            came = ", ".join([f"{len(tensors)} by position", *named])
+            raise TypeError(f"step() takes ({names}), got {came}")
+        return given
 
     def send(self, *tensors: Any) -> None:
         """The step with the tensors that are not bound."""
@@ -150,10 +164,8 @@ class BoundStep:
         self._full = full
         self._addresses = addresses
         self._numbers = numbers
-        self._given = ", ".join(arg.name for arg in full.free)
-        self._in_order = compiled("step", f"def step({self._given}):\n    return [{self._given}]\n", {})
-        self._halts: list[str] = []  # why the function of its own must not be taken
-        self._send: Callable[..., None] | None = None  # that function
+        self._halts: list[str] = []  # why the path of its own must not be taken
+        self._send: Callable[..., None] | None = None  # that path
         self._claim: EagerClaim | None = None  # of the buffer that it knows
         if not full.free:
             self._specialise(())
@@ -167,7 +179,7 @@ class BoundStep:
             WorkspaceError: the workspace is closed, belongs to another stream, or has nothing for a capture.
             DeviceError: the kernel cannot be loaded or launched.
         """
-        (self._send or self._first)(*self._in_order(*tensors, **named))
+        (self._send or self._first)(*self._full.in_order(tensors, named))
 
     def close(self) -> None:
         """Let go of all that is bound; a later step is an error. The work that was sent must not need it any more."""
@@ -191,69 +203,64 @@ class BoundStep:
             self._halts.remove(reason)
 
     def _first(self, *tensors: Any) -> None:
-        """The full path, after which tensors of these forms have a function of their own."""
+        """The full path, after which tensors of these forms have a path of their own."""
         self._full.send(*tensors)
         self._specialise(tensors)
 
     def _again(self, *tensors: Any) -> None:
-        """A step of a function whose buffer is another's now, or that must not be taken."""
+        """A step of a path whose buffer is another's now, or that must not be taken."""
         if self._halts:
             self._full.send(*tensors)
         elif self._send is not None and self._claim is not None and self._claim.holds():
-            self._send(*tensors)  # a later function, which knows another buffer
+            self._send(*tensors)  # a later path, which knows another buffer
         else:
             self._first(*tensors)
 
     def _specialise(self, tensors: Sequence[Any]) -> None:
-        full, given = self._full, self._given
+        full = self._full
         plan, workspace = full.plan, full.workspace
         if plan is None or workspace is None:
             return
-        found = [guarded(arg.name, tensor) for arg, tensor in zip(full.free, tensors, strict=True)]
-        items = [item for item in found if item is not None]
-        if len(items) < len(found):
+        names = [arg.name for arg in full.free]
+        items = [item for item in map(guarded, names, tensors) if item is not None]
+        if len(items) < len(names):
             return
-        scope: dict[str, Any] = {"full": full.send, "halts": self._halts, "again": partial(_again, ref(self), full)}
-        claim, lost = None, "halts"
+        claim = None
         if isinstance(workspace, Workspace):
             claim = workspace.claim_eager(full.stream)
             if claim is None:  # a capture, whose graph gets a buffer of its own
                 return
-            lost = _lost(claim, scope)
         place = claim.place if claim else workspace.claim(full.stream)
-        sending = plan.bound_run(self._addresses, self._numbers, workspace, place, full.stream)
-        scope = sending.scope | scope
-        in_full = f"return full({given})"
-        lines = [f"def send({given}):", f"    if {lost}:", f"        return again({given})"]
-        numbers = {arg.name: number for number, arg in enumerate(plan.operator.tensors)}
-        alike = conditions(items, scope)
-        if items:
-            values = [f"v{number}" for number in range(len(plan.operator.values))]
-            sources = {numbers[item.name]: (item.name, 0) for item in items}
-            masks = {arg.name: arg.alignment - 1 for arg in full.free}
-            options: dict[str, Any] = {"sources": sources, "masks": masks, "unlike": in_full, "done": "return"}
-            lines += [f"    {line}" for line in at_once(sending.senders, items, values, scope, **options)]
-            lines += [f"    if not ({' and '.join(alike)}):", f"        {in_full}"]
-            lines += [f"    v{numbers[item.name]} = {item.address}" for item in items]
-            tests = [f"not v{numbers[name]} or v{numbers[name]} & {mask}" for name, mask in masks.items()]
-            lines += [f"    if {' or '.join(tests)}:", f"        {in_full}"]
-        lines += [f"    {line.replace(ELSEWHERE, in_full)}" for line in [*sending.lines, ""]]
-        send = compiled("send", "\n".join(lines), scope)
+        prepared, fixed = plan.bound_run(self._addresses, self._numbers, workspace, place, full.stream)
+        rows = [
+            TensorRow(slot, item.address_of, arg.alignment - 1)
+            for slot, (arg, item) in enumerate(zip(full.free, items, strict=True))
+        ]
+        numbers = {arg.value or arg.name: number for number, arg in enumerate(full.free)}
+        values = [Constant(fixed[name]) if name in fixed else Address(numbers[name], 0) for name in prepared.names]
+        table = CallTable(
+            tests=(),
+            tensors=tuple(rows),
+            forms=KnownForms(items),
+            compared=(),
+            values=tuple(values),
+            made=(),
+            result=None,
+        )
+        written = frozenset(number for number, value in enumerate(values) if type(value) is Address)
+        bound = BoundPlace(full.stream, claim, self._halts)
+        paths = new_paths(Binding.of(names), partial(_again, ref(self), full, bound))
+        paths.entries = (Path(table, prepared, bound, written, len(names)),)
         if "closed" not in self._halts:
-            self._send, self._claim = send, claim
-            vars(self)["step"] = send  # which spares the way over the method of that name
+            self._send, self._claim = paths.send, claim
+            vars(self)["step"] = paths.send  # which spares the way over the method of that name
 
 
-def _lost(claim: EagerClaim, scope: dict[str, Any]) -> str:
-    """The test of ``claim.holds``, and of what halts the function, as an expression."""
-    scope["buffer"] = claim.buffer
-    if claim.same_stream is None:
-        return "halts or not buffer.of_legacy"
-    scope |= {"owner": claim.owner, "same_stream": claim.same_stream}
-    return "halts or buffer.owner is not owner or not same_stream()"
-
-
-def _again(bound: ref[BoundStep], full: _FullStep, *tensors: Any) -> None:
-    """``BoundStep._again``, or the full path where a function was taken from a bound step that is no more."""
+def _again(bound: ref[BoundStep], full: _FullStep, place: BoundPlace, *tensors: Any, **named: Any) -> None:
+    """A step that the path of ``place`` did not send."""
     owner = bound()
-    (full.send if owner is None else owner._again)(*tensors)
+    given = full.in_order(tensors, named)
+    if owner is None or place.holds:  # tensors of other forms
+        full.send(*given)
+    else:
+        owner._again(*given)

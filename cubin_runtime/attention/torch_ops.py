@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 from ..errors import UsageError
-from ..launch.compiled import compiled
 from ..values import dataclass
 from .fast_path.notes import note_made
 
@@ -71,10 +70,13 @@ class TorchOp:
         """Register it with torch; ``operator`` is what it calls."""
         import torch
 
-        source, scope = self._run_source()
-        scope |= {"operator": operator, "captures": torch.cuda.is_current_stream_capturing}
+        captures = torch.cuda.is_current_stream_capturing
+
+        def run(*packed: Any) -> None:
+            operator(**self._arguments(packed, TORCH_SCRATCH if captures() else RUNTIME_SCRATCH))
+
         _library().define(self.schema)
-        _library().impl(self.name, compiled("run", source, scope), "CUDA")
+        _library().impl(self.name, run, "CUDA")
         torch.library.register_fake(f"{NAMESPACE}::{self.name}", lambda *_, **__: None, lib=_library())
 
     def call(self, given: dict[str, Any]) -> Any:
@@ -107,28 +109,19 @@ class TorchOp:
         getattr(torch.ops.cubin_runtime, self.name)(*packed)
         return result
 
-    def _run_source(self) -> tuple[str, dict[str, Any]]:
-        """The source of the op's kernel, which calls ``operator`` with the op's arguments, and what it refers to."""
-        heads, given = list[str](), list[str]()
-        scope: dict[str, Any] = {"torch_scratch": TORCH_SCRATCH, "runtime_scratch": RUNTIME_SCRATCH}
+    def _arguments(self, packed: Sequence[Any], scratch: Any) -> dict[str, Any]:
+        """The operator's arguments by name, from those of the op in order."""
+        given, values = dict[str, Any](), iter(packed)
         for name, kind in self.kinds.items():
-            heads.append(name)
+            value = next(values)
             if kind == _SCALE:
-                heads.append(f"{name}_tensor")
-                given.append(f"{name}={name} if {name}_tensor is None else {name}_tensor")
+                tensor = next(values)
+                value = value if tensor is None else tensor
             elif kind == _PAIR:
-                given.append(f"{name}={name}[0] if len({name}) == 1 else tuple({name})")
-            else:
-                given.append(f"{name}={name}")
-        for name, value in self.fixed.items():
-            scope[f"fixed_{name}"] = value
-            given.append(f"{name}={'scratch' if value is TORCH_SCRATCH else f'fixed_{name}'}")
-        source = (
-            f"def run({', '.join(heads)}):\n"
-            "    scratch = torch_scratch if captures() else runtime_scratch\n"
-            f"    operator({', '.join(given)})\n"
-        )
-        return source, scope
+                value = value[0] if len(value) == 1 else tuple(value)
+            given[name] = value
+        fixed = {name: scratch if value is TORCH_SCRATCH else value for name, value in self.fixed.items()}
+        return given | fixed
 
 
 _CONSTANTS = frozenset({bool, int, float, str})

@@ -7,7 +7,7 @@ import struct
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from .run_source import PreparedLaunch
+from .prepared_launch import Input, PreparedLaunch
 from .structs import StructLayout
 from .tensormap import TensorMapSpec
 
@@ -20,8 +20,14 @@ class ParameterBlock:
 
     __slots__ = ("_by_reference", "_config", "_kept", "_maps", "_scalars", "arguments", "function", "launch", "view")
 
-    def __init__(self, launch: PreparedLaunch, contents: Mapping[str, object], values: Sequence[Any]) -> None:
-        """``contents`` are the values of all fields, ``values`` those of the run among them."""
+    def __init__(
+        self,
+        launch: PreparedLaunch,
+        contents: Mapping[str, object],
+        inputs: Sequence[Input],
+        values: Sequence[Any] | None = None,
+    ) -> None:
+        """``contents`` are those of all fields, ``inputs`` the fields that ``write`` fills; ``values`` are in them."""
         self.launch = launch
         self.view, start, memory = filled(launch.plan.layout, contents)
         self.function = ctypes.c_void_p(launch.function)
@@ -30,10 +36,15 @@ class ParameterBlock:
         arguments = (ctypes.c_void_p * 1)(start)
         self.arguments = ctypes.byref(arguments)
         self._kept = memory, arguments
-        inputs = launch.inputs
         self._scalars = [(_PUTTERS[code], field.offset, number) for field, number, code in inputs if code]
-        self._maps = [
-            [field.offset, field.offset + field.size, number, launch.specs[field.name], values[number]]
+        self._maps: list[list[Any]] = [
+            [
+                field.offset,
+                field.offset + field.size,
+                number,
+                launch.specs[field.name],
+                values and values[number],
+            ]
             for field, number, code in inputs
             if not code
         ]

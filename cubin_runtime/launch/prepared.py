@@ -1,32 +1,22 @@
-"""Prepared launches: the parameters of a plan filled once, then patched and sent by a function made for that plan."""
+"""Prepared launches: the parameters of a plan filled once, then patched and sent."""
 
 from __future__ import annotations
 
-import ctypes
 import struct
 import threading
-from collections.abc import Collection, Hashable, Mapping, Sequence
-from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 from ..errors import AbiError, UsageError
 from . import driver_api as api
-from .accelerator import Senders, accelerator
+from .accelerator import accelerator
 from .driver import Driver, DriverCallError
 from .modules import LoadedKernel
-from .parameter_block import ParameterBlock, filled
+from .parameter_block import ParameterBlock
 from .plan import LaunchPlan
+from .prepared_launch import PreparedLaunch
 from .repeated import RepeatedLaunches
-from .run_source import (
-    Expressions,
-    PreparedLaunch,
-    accelerated_lines,
-    block_parts,
-    can_accelerate,
-    fixed_lines,
-    fixed_sends,
-    send_lines,
-)
+from .senders import Senders, by_ctypes, can_accelerate, in_c
 from .streams import is_default
 from .structs import StructLayout
 from .tensormap import MovedDescriptors, TensorMapCache
@@ -34,22 +24,10 @@ from .tensormap import MovedDescriptors, TensorMapCache
 # What the driver answers where another context is current than a default stream is meant in, or none.
 _ELSEWHERE = (api.INVALID_CONTEXT, api.INVALID_HANDLE)
 _NOT_WRITTEN = (IndexError, struct.error, TypeError, OverflowError)  # no spare block, or a value does not fit
-_MAX_POOLS = 1024  # sets of resident addresses, such as the layers of a model
-_Block = tuple[Any, ...]
-_KeptT = TypeVar("_KeptT")
-ELSEWHERE = "return elsewhere()"  # in the lines of ``bind``: where the stream is of another context of the device
 
 
 class OtherContextError(Exception):
     """The stream is of another context of the kernel's device, as default streams of the current one are."""
-
-
-class Sending(NamedTuple):
-    """Lines that send launches, what they refer to, and the senders that they call; None: they call the driver."""
-
-    lines: list[str]
-    scope: dict[str, Any]
-    senders: Senders | None = None
 
 
 class PreparedLaunches:
@@ -60,10 +38,9 @@ class PreparedLaunches:
     be captured.
 
     ``run`` writes all values of the run; ``runs`` counts its calls, but for some of threads that call at once.
-    ``sending`` and ``bind`` give lines for a function that is generated for many calls, since straight code costs a
-    third of a loop over the fields. Descriptors of ``resident`` names are then encoded once for each combination of
-    addresses, others when they move. Each call has a block of parameters for itself: blocks wait in plain lists, whose
-    ``pop`` and ``append`` are atomic, and a thread that finds none makes one.
+    ``senders`` send for calls of which most values stay: descriptors of ``resident`` names are then encoded once for
+    each combination of addresses, others when they move. Each call has a block of parameters for itself: blocks wait
+    in plain lists, whose ``pop`` and ``append`` are atomic, and a thread that finds none makes one.
     """
 
     def __init__(
@@ -85,7 +62,7 @@ class PreparedLaunches:
         launches = list(zip(plans, kernels, strict=True))
         for plan, kernel in launches:
             _check_fits(plan, kernel)
-        self._launches = tuple([PreparedLaunch(plan, kernel, names) for plan, kernel in launches])
+        self.launches = tuple([PreparedLaunch(plan, kernel, names) for plan, kernel in launches])
         self._device, self._context = kernels[0].device, kernels[0].context
         self._driver = driver
         self.names = tuple(names)
@@ -96,7 +73,7 @@ class PreparedLaunches:
         self._lock = threading.RLock()
         self.runs = 0
         self._spare: list[list[ParameterBlock]] = []
-        maps = {item.value for launch in self._launches for item in launch.inputs if not item.code}
+        maps = {item.value for launch in self.launches for item in launch.inputs if not item.code}
         self.resident = frozenset(maps & {self.names.index(name) for name in resident if name in names})
 
     def run(self, stream: int, *values: Any, maps: Mapping[int, bytes] | None = None) -> None:
@@ -111,7 +88,7 @@ class PreparedLaunches:
         """
         self.runs += 1
         if None in values:  # which a pointer may be, but not that of a run
-            raise self._unfit(TypeError("None"), values)
+            raise self.unfit(TypeError("None"), values)
         try:
             blocks = self._spare.pop()
             for block in blocks:
@@ -128,21 +105,19 @@ class PreparedLaunches:
             if profiler:
                 profiler.leave(begin)
             if code and self._again(code, stream, config, function, arguments):
-                raise self._failed(code) if number else OtherContextError
+                raise self.failed(code) if number else OtherContextError
         self._spare.append(blocks)
 
     def _new_blocks(self, values: tuple[Any, ...], maps: Mapping[int, bytes] | None) -> list[ParameterBlock]:
         blocks = []
-        for launch, contents in zip(
-            self._launches, self._contents(values, written=frozenset(), maps=maps), strict=True
-        ):
+        for launch, contents in zip(self.launches, self.contents(values, written=frozenset(), maps=maps), strict=True):
             try:
-                blocks.append(ParameterBlock(launch, contents, values))
+                blocks.append(ParameterBlock(launch, contents, launch.inputs, values))
                 blocks[-1].write(values, self._descriptor, maps)  # which notes whose descriptors they are
             except UsageError as error:
                 # If the plan's own values are at fault, that is the error.
                 launch.plan.layout.pack(contents | {item.field.name: 0 for item in launch.inputs if item.code})
-                raise self._unfit(error, values) from error
+                raise self.unfit(error, values) from error
         return blocks
 
     def repeated(
@@ -158,126 +133,39 @@ class PreparedLaunches:
             return None
         blocks = self._new_blocks(tuple(values), maps)
         history = self._driver.history(self._context)
-        return RepeatedLaunches(blocks, stream, moving, self._call, history, self._failed)
+        return RepeatedLaunches(blocks, stream, moving, self._call, history, self.failed)
 
-    def sending(self, expressions: Expressions) -> Sending:
-        """Lines that send the launches, for a function written elsewhere.
+    def senders(self, written: Collection[int]) -> Senders:
+        """What sends the launches with the values of the numbers ``written``; others are the same for all of a key."""
+        numbers, module, profiler = frozenset(written), accelerator(), self._driver.profiler
+        history = self._driver.history(self._context)
+        accelerated = module is not None and profiler is None and can_accelerate(self.launches, numbers)
+        if accelerated:
+            maker = in_c(module, self._call, history, numbers)
+        else:
+            maker = by_ctypes(self._call, history, numbers, self._descriptor, profiler)
+        return Senders(self, numbers, maker, accelerated=accelerated)
 
-        What they keep for a key is the function's own, so nothing evicts what it needs
-        but its own keys. Names that begin with an underscore are taken, and those of the scope.
-        """
-        senders = self._senders(expressions.written)
-        if senders is None:
-            return self._by_ctypes(expressions)
-        lines = accelerated_lines(self._launches, expressions)
-        return Sending(lines, {"pools": senders.made, "senders_of": senders.of, **self._explaining()}, senders)
+    def values(self, value: Callable[[int], Any]) -> tuple[Any, ...]:
+        """All values, by a function of their numbers."""
+        return tuple([value(number) for number in range(len(self.names))])
 
-    def _senders(self, written: Collection[int]) -> Senders | None:
-        """What sends the launches by the accelerator, if that can."""
-        module = accelerator()
-        if module is None or self._driver.profiler is not None or not can_accelerate(self._launches, written):
-            return None
-        fixed = frozenset(written)
-        contents, history = partial(self._contents, written=fixed), self._driver.history(self._context)
-        return Senders(module, self._launches, self._call, contents, history, self._keep, fixed, self._failed)
+    def unfit(self, error: Exception, values: Sequence[Any]) -> UsageError:
+        """The error for a value that does not fit its field."""
+        given = ", ".join(f"{name}={value!r}" for name, value in zip(self.names, values, strict=True))
+        kernels = " and ".join(launch.plan.kernel for launch in self.launches)
+        return UsageError(f"launch of {kernels} with {given}: {error}")
 
-    def _explaining(self) -> dict[str, Any]:
-        return {"unfit": self._unfit, "again": self._in_full, "failed": self._failed}
+    def failed(self, code: int) -> DriverCallError:
+        """The error for what the driver answered to a launch."""
+        return self._driver.error("cuLaunchKernelEx", code, self._context)
 
-    def _by_ctypes(self, expressions: Expressions) -> Sending:
-        written = expressions.written
-        pools: dict[Hashable, list[_Block]] = {}
-        scope: dict[str, Any] = {
-            "pools": pools,
-            "pool_of": lambda key: self._keep(pools, key, []),
-            "new_block": partial(self._new_block, frozenset(written)),
-            "unfit": self._unfit,
-            "descriptor": self._descriptor,
-            **self._calling(),
-        }
-        for number, launch in enumerate(self._launches):
-            moving = (item for item in enumerate(launch.inputs) if not item[1].code and item[1].value in written)
-            scope |= {f"spec{number}_{index}": launch.specs[item.field.name] for index, item in moving}
-        lines = send_lines(self._launches, expressions, profiled=self._driver.profiler is not None)
-        return Sending(lines, scope)
-
-    def bind(self, fixed: Mapping[str, Any], stream: int) -> Sending:
-        """``sending`` on one stream with some values fixed, by name; the others are called ``v`` and their number."""
-        scope: dict[str, Any] = {"stream": stream}
-        values = []
-        for number, name in enumerate(self.names):
-            values.append(f"fixed{number}" if name in fixed else f"v{number}")
-            scope |= {f"fixed{number}": fixed[name]} if name in fixed else {}
-        free = {number for number, name in enumerate(self.names) if name not in fixed}
-        if free:
-            sending = self.sending(
-                Expressions(values=values, written=free, key="()", stream="stream", elsewhere=ELSEWHERE)
-            )
-            return sending._replace(scope=scope | sending.scope)
-        given = tuple(fixed[name] for name in self.names)
-        senders = self._senders(())
-        if senders is not None:
-            sends = senders.of((), stream, given)
-            scope |= {f"send{number}": send for number, send in enumerate(sends)} | {"given": given}
-            return Sending(fixed_sends(len(sends), ELSEWHERE), scope | self._explaining())
-        *_, made = self._new_block(frozenset(), stream, given)
-        for number, launch in enumerate(self._launches):
-            made[f"entry{number}"] = (launch, made[f"bytes{number}"](), stream)
-        lines = fixed_lines(self._launches, "stream", ELSEWHERE, profiled=self._driver.profiler is not None)
-        return Sending(lines, scope | self._calling() | made)
-
-    def _calling(self) -> dict[str, Any]:
-        """What the lines refer to that call the driver."""
-        history, profiler = self._driver.history(self._context), self._driver.profiler
-        scope: dict[str, Any] = {"record": history.record, "tick": history.tick}
-        scope |= {"call": self._call, "again": self._again, "failed": self._failed}
-        if profiler is not None:
-            scope |= {"enter": profiler.enter, "leave": profiler.leave}
-        for number, launch in enumerate(self._launches):
-            scope |= {f"launch{number}": launch, f"function{number}": ctypes.c_void_p(launch.function)}
-        return scope
-
-    def _in_full(self, stream: int, *values: Any) -> bool:
-        """``run`` for launches that the driver refused: it finds out why. True: the stream is of another context."""
-        try:
-            self.run(stream, *values)
-        except OtherContextError:
-            return True
-        return False
-
-    def _keep(self, pools: dict[Hashable, _KeptT], key: Hashable, made: _KeptT) -> _KeptT:
-        """What is kept for a key: ``made``, unless another thread was first. The oldest make room."""
-        with self._lock:
-            while len(pools) >= _MAX_POOLS and key not in pools:
-                pools.pop(next(iter(pools)))
-            return pools.setdefault(key, made)
-
-    def _new_block(self, written: frozenset[int], stream: int, given: tuple[Any, ...]) -> _Block:
-        """A block for calls with these values, of which those that are ``written`` do not count."""
-        made: dict[str, Any] = {}
-        contents = self._contents(given, written=written)
-        for number, launch in enumerate(self._launches):
-            view, start, memory = filled(launch.plan.layout, contents[number])
-            arguments = (ctypes.c_void_p * 1)(start)
-            for item in launch.inputs:
-                if item.code:
-                    made[f"{item.code}{number}"] = view.cast(item.code)  # type: ignore[call-overload]
-            made |= {
-                f"view{number}": view,
-                f"moved{number}": [None] * len(launch.inputs),
-                f"bytes{number}": view.tobytes,
-                f"config{number}": ctypes.byref(launch.config_on(stream)),  # which keeps what it refers to alive
-                f"arguments{number}": ctypes.byref(arguments),
-                f"memory{number}": memory,
-            }
-        return (*(made[part] for part in block_parts(self._launches, written)), made)
-
-    def _contents(
+    def contents(
         self, given: Sequence[Any], *, written: frozenset[int], maps: Mapping[int, bytes] | None = None
     ) -> list[dict[str, object]]:
         """The fields of each launch: as given where they are not written at each call, else those of the plan."""
         found = []
-        for launch in self._launches:
+        for launch in self.launches:
             values, specs = dict(launch.plan.values), dict(launch.specs)
             for field, number, code in launch.inputs:
                 if number in written:
@@ -294,14 +182,6 @@ class PreparedLaunches:
                     values |= {name: self._descriptors.encode(spec) for name, spec in specs.items()}
             found.append(values)
         return found
-
-    def _unfit(self, error: Exception, values: tuple[Any, ...]) -> UsageError:
-        given = ", ".join(f"{name}={value!r}" for name, value in zip(self.names, values, strict=True))
-        kernels = " and ".join(launch.plan.kernel for launch in self._launches)
-        return UsageError(f"launch of {kernels} with {given}: {error}")
-
-    def _failed(self, code: int) -> DriverCallError:
-        return self._driver.error("cuLaunchKernelEx", code, self._context)
 
     def _again(self, code: int, stream: int, config: Any, function: Any, arguments: Any) -> bool:
         """Once more with the kernel's context current, which the default streams are meant in; else the error.
@@ -322,7 +202,7 @@ class PreparedLaunches:
             with driver.using(context):
                 code = self._call(config, function, arguments, None)
         if code:
-            raise self._failed(code)
+            raise self.failed(code)
         return False
 
 

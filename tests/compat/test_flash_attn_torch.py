@@ -240,10 +240,10 @@ def test_an_append_names_the_callers_arguments(standin: StandIn, changes: dict[s
 def test_calls_like_earlier_ones_take_fast_paths(runtime: Runtime, standin: StandIn) -> None:
     given = cached(new=1)
     flash_attn.flash_attn_with_kvcache(**given)
-    paths = sum(len(paths) for paths in runtime.fast_paths.values())
+    paths = sum(len(paths.entries) for paths in runtime.fast_paths.values())
     for _ in range(3):
         flash_attn.flash_attn_with_kvcache(**given)
-    assert (paths, sum(len(paths) for paths in runtime.fast_paths.values())) == (2, 2)
+    assert (paths, sum(len(paths.entries) for paths in runtime.fast_paths.values())) == (2, 2)
     assert len(standin.calls("cuLaunchKernelEx")) == 8
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
 from typing import Any
 
@@ -8,13 +9,13 @@ import pytest
 from examples import DIGEST, LAYOUT, SPEC, SYMBOL, VALUES, cubin, kernel_facts, needs, plan
 
 from cubin_runtime.errors import AbiError, UsageError
-from cubin_runtime.launch.compiled import compiled
+from cubin_runtime.launch import senders
 from cubin_runtime.launch.driver import Driver, DriverCallError
 from cubin_runtime.launch.driver_errors import DriverLibraryError
 from cubin_runtime.launch.modules import LoadedKernel, ModuleCache
 from cubin_runtime.launch.plan import LaunchAttributes, LaunchPlan
-from cubin_runtime.launch.prepared import OtherContextError, PreparedLaunches
-from cubin_runtime.launch.run_source import Expressions
+from cubin_runtime.launch.prepared import PreparedLaunches
+from cubin_runtime.launch.senders import Senders
 from cubin_runtime.launch.structs import Field, StructLayout
 from cubin_runtime.launch.tensormap import TensorMapCache, TensorMapError
 from cubin_runtime.testing import StandIn
@@ -27,32 +28,21 @@ def sent(standin: StandIn, index: int = -1) -> dict[str, object]:
     return LAYOUT.unpack(bytes.fromhex(standin.calls("cuLaunchKernelEx")[index].seen["parameter0"]))
 
 
-def written(prepared: PreparedLaunches) -> Any:
-    """A function of the lines that are written for many calls, without the accelerator."""
-    numbers = range(len(prepared.names))
-    values = [f"v{number}" for number in numbers]
-    key = f"(stream, {''.join(f'v{number}, ' for number in sorted(prepared.resident))})"
-    expressions = Expressions(
-        values=values,
-        written=set(numbers) - prepared.resident,
-        key=key,
-        stream="stream",
-        elsewhere="raise OtherContext",
-    )
-    lines, scope, _ = prepared._by_ctypes(expressions)
-    source = "\n".join([f"def run({', '.join(['stream', *values])}):", *(f"    {line}" for line in lines)])
-    return compiled("run", source, scope | {"OtherContext": OtherContextError})
-
-
-@pytest.fixture(autouse=True, params=["full path", "written"])
+@pytest.fixture(autouse=True, params=["full path", "senders"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How launches are sent."""
-    if request.param == "written":
-        made: dict[PreparedLaunches, Any] = {}
+    """How launches are sent, by ctypes both."""
+    if request.param == "senders":
+        monkeypatch.setattr("cubin_runtime.launch.prepared.accelerator", lambda: None)
+        in_full = PreparedLaunches.run
+        kept: dict[PreparedLaunches, Senders] = {}
 
         def run(self: PreparedLaunches, stream: int, *values: Any) -> None:
-            function = made.get(self) or made.setdefault(self, written(self))
-            function(stream, *values)
+            if sys._getframe(1).f_code.co_filename == senders.__file__:  # a launch that was refused
+                in_full(self, stream, *values)
+                return
+            written = set(range(len(self.names))) - self.resident
+            own = kept.get(self) or kept.setdefault(self, self.senders(written))
+            own.send((stream, *(values[number] for number in sorted(self.resident))), stream, values.__getitem__)
 
         monkeypatch.setattr(PreparedLaunches, "run", run)
     return str(request.param)
@@ -248,12 +238,13 @@ def test_an_input_of_an_unknown_field_is_refused() -> None:
 
 
 def test_many_sets_of_resident_addresses_do_not_pile_up(driver: Driver, kernel: LoadedKernel, standin: StandIn) -> None:
-    run = written(prepare(kernel, driver, "k", resident=("k",)))
+    own = prepare(kernel, driver, "k", resident=("k",)).senders(())
     for layer in range(1100):
-        run(0x5001, 0x10000 * (layer + 1))
-    assert len(run.scope["pools"]) == 1024
+        address = 0x10000 * (layer + 1)
+        own.send((0x5001, address), 0x5001, (address,).__getitem__)
+    assert len(own.by_key) == 1024
     standin.clear_log()
-    run(0x5001, 0x10000)
+    own.send((0x5001, 0x10000), 0x5001, (0x10000,).__getitem__)
     assert bytes(sent(standin)["k"])[:8] == (0x10000).to_bytes(8, "little")  # type: ignore[call-overload]
 
 
@@ -319,7 +310,9 @@ def test_a_launch_under_way_keeps_its_parameters_while_another_thread_launches(
     assert driver.found == [0, 2, 1, 3]
 
 
-def test_a_thread_without_a_context_launches_in_the_kernels_own(prepared: PreparedLaunches, standin: StandIn) -> None:
+def test_a_thread_without_a_context_launches_in_the_kernels_own(
+    prepared: PreparedLaunches, standin: StandIn, way: str
+) -> None:
     failures: list[BaseException] = []
 
     def work() -> None:
@@ -332,7 +325,8 @@ def test_a_thread_without_a_context_launches_in_the_kernels_own(prepared: Prepar
     thread.start()
     thread.join()
     assert failures == []
-    assert standin.call("refused") == {"call": "cuLaunchKernelEx"}
+    refused = [call.seen for call in standin.calls("refused")]
+    assert refused == [{"call": "cuLaunchKernelEx"}] * (1 if way == "full path" else 2)
     assert standin.call("cuLaunchKernelEx")["symbol"] == SYMBOL
 
 

@@ -1,16 +1,14 @@
-"""Fast paths: a call like an earlier one is launched by a function that was generated for it.
+"""Fast paths: a call like an earlier one is launched from a table, without checks and plans.
 
-The full path of an operator checks, plans and launches. While it runs it notes what it launched (``notes``); from that
-and the call's arguments ``generated`` writes a function that tests whether another call is alike, which ``arguments``
-does for options and ``guards`` for tensors, and sends it; where the accelerator can, ``at_once`` does most of it in C.
-``any_size`` writes one for calls that differ in sizes alone.
-``operator_function`` tries those functions before the full path, which is the only source of plans and of errors.
+The full path of an operator checks, plans and launches. While it runs it notes what it launched (``notes``), whose
+addresses and numbers say which argument they are from (``provenance``). ``build`` makes the ``table`` of such calls:
+what must hold for options and tensors (``guards``), and where each value of the launch comes from. A ``path`` walks the
+table, in Python or by the accelerator in C; one of ``any_size`` is for calls that differ in sizes alone.
+``operator_function`` tries an operator's ``paths`` before the full path, the only source of plans and of errors.
 """
 
 from .notes import FastPaths, Launched, Scratch, note_compared, note_launch, note_made, note_unrepeatable
 from .operator_function import (
-    CALL_RUNTIME,
-    DEFAULT_RUNTIME,
     full_path,
     is_compiling,
     is_suspended,
@@ -20,8 +18,6 @@ from .operator_function import (
 )
 
 __all__ = [
-    "CALL_RUNTIME",
-    "DEFAULT_RUNTIME",
     "FastPaths",
     "Launched",
     "Scratch",

@@ -1,23 +1,23 @@
-"""Fast paths for calls of any size: one function for all numbers of tokens and requests, with a plan for each.
+"""Paths of calls of any size: one for all numbers of tokens and requests, with a plan for each.
 
-In a server that mixes prompts and decodes, nearly every step has other sizes, so a function for each would hardly be
-used. This one tests what the calls have in common, finds the plan by the sizes or makes it, and launches that.
+In a server that mixes prompts and decodes, nearly every step has other sizes, so a path for each would hardly be used.
+This one tests what the calls have in common, finds the plan by the sizes or makes it, and launches that.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 from ...errors import CubinRuntimeError
 from ...tensor import TensorView
-from .arguments import UnlikeError, guarded_or_unlike
-from .generated import PathWriter
-from .guards import GuardedTensor, address_conditions, conditions
-from .notes import Family, Launched, Notes
-from .options import Form, Signature
+from .build import PathBuilder, UnlikeError
+from .notes import Family, Notes
+from .options import Signature
+from .path import MISS, Frame, PlaceFinder, complete, framed
+from .table import CallTable, InScratch, Kind, ArgumentTest
 
 if TYPE_CHECKING:
     from ...launch.semaphore_workspace import AnyWorkspace
@@ -27,15 +27,12 @@ _MOST_SIZES = 256
 _MOST_FAMILIES = 64
 
 
-def any_size_path(
-    signature: Signature, arguments: Sequence[Any], result: Any, notes: Notes, form: Form
-) -> tuple[str, dict[str, Any]] | None:
-    """The source of a function that launches calls like this one of any size, and what it refers to; None: it cannot
-    be written."""
+def any_size_path(signature: Signature, arguments: Sequence[Any], result: Any, notes: Notes) -> SizedPath | None:
+    """The path of calls like this one of any size; None: there can be none."""
     if not notes.repeatable or len(notes.launched) != 1:
         return None
     try:
-        return _Writer(signature, arguments, notes.launched[0], notes, form).write(result)
+        return _Builder(signature, arguments, notes).sized_path(result)
     except UnlikeError:
         return None
 
@@ -90,76 +87,102 @@ class PlansBySize:
         return plan if bound <= plan.bounds[1] else None
 
 
-class _Writer(PathWriter):
+class SizedPath:
+    """Sends the calls of one form and any size."""
+
+    walk = None
+
     def __init__(
-        self, signature: Signature, arguments: Sequence[Any], launched: Launched, notes: Notes, form: Form
+        self,
+        table: CallTable,
+        place: PlaceFinder,
+        plans: PlansBySize,
+        launch: Callable[..., object],
+        sizes: Sequence[Callable[[Frame], int]],
+        numbers: Collection[int],
+        bound: int | None,
     ) -> None:
-        super().__init__(signature, arguments, launched, notes, form)
-        if launched.family is None or notes.compared or self.launched.scratch is None:
+        """``sizes`` read the sizes of a call, ``numbers`` are the values that are no addresses, ``bound`` is the slot
+        of the bound on the keys."""
+        self._table, self._place, self._plans, self._launch = table, place, plans, launch
+        self._sizes, self._bound = sizes, bound
+        self._numbers = [value for number, value in enumerate(table.values) if number in numbers]
+        own = (value for number, value in enumerate(table.values) if number not in numbers)
+        self._addresses = [value for value in own if type(value) is not InScratch]
+
+    def __call__(self, arguments: Sequence[Any]) -> Any:
+        """The result of a call with these arguments in order, or ``MISS``."""
+        frame = framed(self._table, arguments)
+        place = None if frame is None else self._place.of_stream(frame.slots, frame.tensors[0])
+        if frame is None or place is None:
+            return MISS
+        result = complete(self._table, frame)
+        bound = 0 if self._bound is None else frame.slots[self._bound]
+        plan = self._plans.of(tuple([size(frame) for size in self._sizes]), bound)
+        if plan is None:
+            return MISS
+        addresses, numbers = (
+            tuple([frame.value(source, place) for source in sources]) for sources in (self._addresses, self._numbers)
+        )
+        slot, first = self._place.workspace_slot, frame.tensors[0]
+        workspace = None if slot is None else frame.slots[slot]
+        self._launch(plan, addresses, numbers, workspace, first, place.stream)
+        self._place.record(frame.slots, first, place.stream, frame.tensors)
+        return result
+
+
+class _Builder(PathBuilder):
+    def __init__(self, signature: Signature, arguments: Sequence[Any], notes: Notes) -> None:
+        family = notes.launched[0].family
+        self.sizes: Mapping[str, int] = {} if family is None else family.sizes
+        super().__init__(signature, arguments, notes)
+        if family is None or notes.compared or self.launched.scratch is None:
             raise UnlikeError
-        self.family = launched.family
-        self.sizes: Mapping[str, int] = self.family.sizes
-        self.expressions: dict[str, str] = {}  # of the sizes
+        self.family = family
 
     def add(self, name: str, value: Any) -> None:
-        """As ``ArgumentTests``; what is a size may be any."""
+        """As ``PathBuilder``; what is a size may be any."""
         if name in self.sizes and type(value) is int:
-            self.tests.append(f"type({name}) is int")
-            self.expressions[name] = name
+            self.tests.append(ArgumentTest(Kind.OF_TYPE, self.slot_of[name], int))
         else:
             super().add(name, value)
 
-    def add_context(self, name: str, workspace: AnyWorkspace) -> None:
-        """As ``ArgumentTests``; the launch finds the context of each call."""
+    def context_of(self, workspace: AnyWorkspace) -> None:
+        """As ``PathBuilder``; the launch finds the context of each call."""
 
-    def write(self, result: Any) -> tuple[str, dict[str, Any]]:
-        signature, launched, scratch = self.signature, self.launched, self.launched.scratch
-        assert scratch is not None
-        for name, value in self.given.items():
-            self.add(name, value)
-        made = [self._like_source(number) for number in range(len(self.notes.made))]
-        known = [*self.tensors, *made]
-        values = {
-            name: self._value(name, value, known)
-            for name, value in zip(launched.names, launched.values, strict=True)
-            if name not in scratch.names
-        }
-        self._leftovers()
-        used = [item for item in self.tensors if item.name in self.used]
-        alike = conditions(self.tensors, self.scope, self.sizes)
-        for item in known:
-            self.expressions.setdefault("out" if item in made else item.name, _first_dimension(item))
-        self.scope |= {"plans": PlansBySize(self.family, tuple(self.sizes)), "launch": self.family.launch}
-        sizes = [self.expressions.get(name, str(size)) for name, size in self.sizes.items()]
-        numbers = [value for name, value in values.items() if name in launched.numbers]
-        addresses = [value for name, value in values.items() if name not in launched.numbers]
-        like = self.tensors[0].name
-        lines = [f"def {self.form.name}({self.form.head}):", *self.refusal(self.tests), *self.unpacked]
-        lines += self.refusal(alike)
-        lines += [f"    a_{item.name} = {item.address}" for item in used]
-        lines += self.refusal(address_conditions(used, signature.memory, self.scope))
-        lines += self._stream("stream" in self.given)
-        lines += [f"    {line}" for line in self._made(made)]
-        bound = signature.bound if signature.bound in self.free else "0"
-        lines += [f"    plan = plans.of(({''.join(f'{size}, ' for size in sizes)}), {bound})"]
-        lines += self.refusal(["plan"])
-        taken = f"({''.join(f'{value}, ' for value in addresses)}), ({''.join(f'{value}, ' for value in numbers)})"
-        lines.append(f"    launch(plan, {taken}, {self.workspace or None}, {like}, handle)")
-        if "stream" in self.given:
-            lines += self._recorded(made)
-        return "\n".join([*lines, f"    return {self._result(result)}", ""]), self.scope
+    def sized_path(self, result: Any) -> SizedPath:
+        """The path of the call, which gave ``result``."""
+        self._check_made()
+        table, launched = self.table(result, self.sizes), self.launched
+        first = {item.name: number for number, (_, item) in reversed(list(enumerate(self.tensors)))}
+        if self.made:
+            first.setdefault("out", len(self.tensors))
+        bound = self.signature.bound
+        return SizedPath(
+            table,
+            PlaceFinder(launched, self.tensors[0][1].tensor, self.slot_of.get("stream"), self.workspace),
+            PlansBySize(self.family, tuple(self.sizes)),
+            self.family.launch,
+            [self._size(name, size, first) for name, size in self.sizes.items()],
+            [number for number, name in enumerate(launched.names) if name in launched.numbers],
+            self.slot_of[bound] if bound in self.free else None,
+        )
 
-    def _like_source(self, number: int) -> GuardedTensor:
-        """A made tensor, whose size follows from that of the one that it was made from: both are contiguous."""
-        made = self.notes.made[number]
-        item = guarded_or_unlike(f"made{number}", made.tensor)
-        if len(self.notes.made) > 1 or len(made.sources) != 1 or "out" not in self.sizes:
-            raise UnlikeError
-        for view in (item.view, guarded_or_unlike("source", made.sources[0]).view):
-            if view.strides != TensorView.contiguous(0, view.dtype, view.shape).strides:
+    def _size(self, name: str, size: int, numbers: Mapping[str, int]) -> Callable[[Frame], int]:
+        slot = self.slot_of.get(name)
+        if slot is not None and type(self.slots[slot]) is int:
+            return lambda frame: frame.slots[slot]
+        if name not in numbers:
+            return lambda _: size
+        number = numbers[name]
+        return lambda frame: frame.tensors[number].shape[0]
+
+    def _check_made(self) -> None:
+        """Check that what is made has the size of what it is made from, for which both are contiguous."""
+        for made, item in zip(self.notes.made, self.made, strict=True):
+            if len(self.made) > 1 or len(made.sources) != 1 or "out" not in self.sizes:
                 raise UnlikeError
-        return item
-
-
-def _first_dimension(item: GuardedTensor) -> str:
-    return f"{item.name}.shape[0]" if type(item.tensor) is TensorView else f"{item.name}.size(0)"
+            (source,) = (known for _, known in self.tensors if known.tensor is made.sources[0])
+            for view in (item.view, source.view):
+                if view.strides != TensorView.contiguous(0, view.dtype, view.shape).strides:
+                    raise UnlikeError

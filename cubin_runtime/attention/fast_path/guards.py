@@ -1,4 +1,4 @@
-"""Guards as source text: tests that a call's tensors have known forms, and expressions for their addresses."""
+"""Tests that a call's tensors have known forms: dtype, shape, strides, device, and nothing lazy about them."""
 
 from __future__ import annotations
 
@@ -11,26 +11,29 @@ from ...errors import CubinRuntimeError
 from ...launch.accelerator import accelerator
 from ...tensor import TensorView, view_of
 
-_LEVEL = "_current_level"  # a tensor has a tangent in that of torch.autograd.forward_ad alone
-_ALIGNED, _PLACED = 15, 255  # bits of an address that count: of a tensor, of memory that regions are placed in
+LEVEL = "_current_level"  # a tensor has a tangent in that of torch.autograd.forward_ad alone
 
 
 class GuardedTensor(NamedTuple):
-    """A tensor of a call: the name that the source knows it by, and its view."""
+    """A tensor of a call: the name of its argument, and its view."""
 
     name: str
     tensor: Any
     view: TensorView
 
     @property
-    def address(self) -> str:
-        """The expression of its address."""
-        return f"{self.name}.pointer" if type(self.tensor) is TensorView else f"{self.name}.data_ptr()"
+    def address_of(self) -> Callable[[Any], int]:
+        """The function that reads the address of such a tensor."""
+        return _pointer if type(self.tensor) is TensorView else sys.modules["torch"].Tensor.data_ptr
+
+
+def _pointer(view: TensorView) -> int:
+    return view.pointer
 
 
 def guarded(name: str, tensor: Any) -> GuardedTensor | None:
     """The tensor if it can be guarded and has elements: a view, or one of torch's own classes."""
-    if type(tensor) is not TensorView and not (is_plain(tensor) and _LEVEL in _levels()):
+    if type(tensor) is not TensorView and not (is_plain(tensor) and LEVEL in _levels()):
         return None
     try:
         view = view_of(tensor, name)
@@ -42,7 +45,7 @@ def guarded(name: str, tensor: Any) -> GuardedTensor | None:
 
 
 def is_plain(tensor: Any) -> bool:
-    """Whether a tensor is of a class of torch's own, which keeps no data of another kind behind it."""
+    """Return whether a tensor is of a class of torch's own, which keeps no data of another kind behind it."""
     return "torch" in sys.modules and type(tensor) in _plain_classes()
 
 
@@ -57,84 +60,87 @@ def _levels() -> dict[str, Any]:
     return names
 
 
-def conditions(tensors: Sequence[GuardedTensor], scope: dict[str, Any], sized: Collection[str] = ()) -> list[str]:
-    """Expressions that are all true for tensors of the same forms; what they refer to is put into ``scope``.
+class KnownForms:
+    """The forms of the tensors of one call, which those of another may have too; the first dimension of those called
+    ``sized`` may be any.
 
     Dtype, shape, strides and device are compared at every call: all of them can change while object and address stay.
-    The first dimension of those called ``sized`` may be any.
     """
-    found = []
-    views = [item for item in tensors if type(item.tensor) is TensorView]
-    first = {id(item.tensor): item for item in reversed(tensors)}  # by whose name the tensor's address is read
-    found += [f"{item.name} is {first[id(item.tensor)].name}" for item in tensors if first[id(item.tensor)] is not item]
-    for item in views:
-        name, view = item.name, item.view
-        scope |= {f"spec_{name}": view.spec, "TensorView": TensorView}
-        if name in sized:
-            scope |= {f"{part}_{name}": getattr(view, part) for part in ("dtype", "strides", "device")}
-            scope[f"shape_{name}"] = view.shape[1:]
-            found.append(
-                f"type({name}) is TensorView and {name}.strides == strides_{name} and {name}.shape[1:] == shape_{name} "
-                f"and {name}.dtype == dtype_{name} and {name}.device == device_{name}"
-            )
-        else:
-            found.append(f"type({name}) is TensorView and {name}.spec == spec_{name}")
-    rest = [item for item in tensors if type(item.tensor) is not TensorView]
-    if rest:
-        torch = sys.modules["torch"]
-        scope |= {"modes": torch._C._len_torch_dispatch_stack, "levels": _levels()}
-        found += ["not modes()", f"levels['{_LEVEL}'] < 0"]  # in a level, any tensor may have a tangent
-        if any(item.tensor.requires_grad for item in rest):
-            scope["grad_enabled"] = torch.is_grad_enabled
-            found.append("not grad_enabled()")
+
+    def __init__(self, tensors: Sequence[GuardedTensor], sized: Collection[str] = ()) -> None:
+        first = {id(item.tensor): number for number, item in reversed(list(enumerate(tensors)))}
+        pairs = [(number, first[id(item.tensor)]) for number, item in enumerate(tensors)]
+        self._same = [pair for pair in pairs if pair[0] != pair[1]]  # whose address is read of the first alone
+        views = [number for number, item in enumerate(tensors) if type(item.tensor) is TensorView]
+        self._views = [(number, _view_test(tensors[number].view, tensors[number].name in sized)) for number in views]
         # torch's guards take no tensor twice.
-        distinct = [item for item in rest if first[id(item.tensor)] is item]
-        check = torch_guard([item.tensor for item in distinct], [item.name in sized for item in distinct])
-        if check is not None:
-            name = "check" if len(distinct) == len(rest) else "check_distinct"
-            scope[name] = check
-            if accelerator() is None:
-                scope["PLAIN"] = _plain_classes()
-                found += [f"type({item.name}) in PLAIN and not {item.name}.is_nested" for item in distinct]
-            found.append(f"{name}({', '.join(item.name for item in distinct)})")
-        else:
-            found += [_compared(item, scope, item.name in sized) for item in rest]
-    return found
+        rest = [
+            n for n, item in enumerate(tensors) if type(item.tensor) is not TensorView and pairs[n] not in self._same
+        ]
+        self._rest, self._without_grad = rest, any(tensors[number].tensor.requires_grad for number in rest)
+        self._check: Callable[..., bool] | None = None
+        if rest:
+            torch = sys.modules["torch"]
+            self._modes, self._levels = torch._C._len_torch_dispatch_stack, _levels()
+            of_any = [tensors[number].name in sized for number in rest]
+            self._check = torch_guard([tensors[number].tensor for number in rest], of_any)
+            if self._check is None:
+                self._each = [_torch_test(tensors[number], of) for number, of in zip(rest, of_any, strict=True)]
+            self._by_accelerator = accelerator() is not None
+
+    @property
+    def accelerated(self) -> tuple[Callable[[], object], dict[str, Any], Callable[..., bool]] | None:
+        """What tests the same in C: whether any mode intercepts calls, the names of torch's module of derivatives, and
+        the guard of all tensors; None: Python is to test them."""
+        if self._same or self._views or self._without_grad or self._check is None:
+            return None
+        return self._modes, self._levels, self._check
+
+    def are_of(self, tensors: Sequence[Any]) -> bool:
+        """Return whether tensors have these forms."""
+        for number, first in self._same:
+            if tensors[number] is not tensors[first]:
+                return False
+        for number, test in self._views:
+            if not test(tensors[number]):
+                return False
+        if not self._rest:
+            return True
+        if self._modes() or self._levels.get(LEVEL, 0) >= 0:  # in a level, any tensor may have a tangent
+            return False
+        if self._without_grad and sys.modules["torch"].is_grad_enabled():
+            return False
+        others = [tensors[number] for number in self._rest]
+        if self._check is None:
+            return all(test(other) for test, other in zip(self._each, others, strict=True))
+        if not self._by_accelerator and not all(is_plain(other) and not other.is_nested for other in others):
+            return False
+        return self._check(*others)
 
 
-def address_conditions(tensors: Sequence[GuardedTensor], memory: Collection[str], scope: dict[str, Any]) -> list[str]:
-    """Expressions that are all true where no address, ``a_`` and the tensor's name, is null and each is as aligned as
-    it was, as far as that counts: regions are placed in those called ``memory``."""
-    plain, found = [], [f"a_{item.name}" for item in tensors]
-    for item in tensors:
-        mask = _PLACED if item.name in memory else _ALIGNED
-        rest = item.view.pointer & mask
-        if mask == _ALIGNED and not rest:
-            plain.append(f"a_{item.name}")
-        else:
-            scope[f"x_{item.name}"] = rest
-            found.append(f"a_{item.name} & {mask} == x_{item.name}")
-    return [*found, f"not ({' | '.join(plain)}) & {_ALIGNED}"] if plain else found
+def _view_test(view: TensorView, any_size: bool) -> Callable[[Any], bool]:
+    def test(other: Any) -> bool:
+        if type(other) is not TensorView or other.dtype != view.dtype or other.device != view.device:
+            return False
+        return other.strides == view.strides and other.shape[any_size:] == view.shape[any_size:]
+
+    return test
 
 
-def _compared(item: GuardedTensor, scope: dict[str, Any], sized: bool) -> str:
-    """The test by public attributes, where torch's guards cannot be had; ``sized``: of any first dimension."""
-    name, tensor = item.name, item.tensor
-    scope |= {
-        f"type_{name}": type(tensor),
-        f"layout_{name}": tensor.layout,
-        f"dtype_{name}": tensor.dtype,
-        f"shape_{name}": tensor.shape[sized:],
-        f"stride_{name}": tensor.stride(),
-        f"device_{name}": item.view.device,
-    }
-    return (
-        f"type({name}) is type_{name} and not {name}.is_nested and {name}.layout is layout_{name} and "
-        f"not {name}.is_neg() and {name}.dtype is dtype_{name} and "
-        f"{name}.shape{'[1:]' * sized} == shape_{name} and "
-        f"{name}.stride() == stride_{name} and {name}.get_device() == device_{name}"
-        + ("" if tensor.requires_grad else f" and not {name}.requires_grad")
-    )
+def _torch_test(item: GuardedTensor, any_size: bool) -> Callable[[Any], bool]:
+    """The test by public attributes, where torch's guards cannot be had."""
+    tensor, kind, shape = item.tensor, type(item.tensor), item.tensor.shape[any_size:]
+    layout, dtype, strides, device = tensor.layout, tensor.dtype, tensor.stride(), item.view.device
+    grad = tensor.requires_grad
+
+    def test(other: Any) -> bool:
+        if type(other) is not kind or other.is_nested or other.layout is not layout or other.is_neg():
+            return False
+        if other.dtype is not dtype or other.shape[any_size:] != shape or other.stride() != strides:
+            return False
+        return other.get_device() == device and (grad or not other.requires_grad)
+
+    return test
 
 
 def torch_guard(tensors: Sequence[Any], sized: Sequence[bool]) -> Callable[..., bool] | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -12,9 +11,10 @@ from ...provenance import traced_call
 if TYPE_CHECKING:
     from ...launch.prepared import PreparedLaunches
     from ..memory import TensorMemory
+    from .paths import Paths
 
 
-FastPaths = defaultdict[int, tuple[Callable[..., Any], ...]]  # of each operator, by its number
+FastPaths = dict[int, "Paths"]  # of each operator, by its number
 
 
 class Scratch(NamedTuple):
@@ -30,6 +30,11 @@ class Scratch(NamedTuple):
     regions_at: Callable[[Any, Hashable], tuple[int, ...]]
     names: tuple[str, ...]
     legacy: Any = None
+
+    def workspace_on(self, stream: int) -> Any:
+        """The plan's own workspace of a stream, or None."""
+        assert self.held is not None
+        return self.held.get(stream or self.default)
 
 
 class Family(Protocol):

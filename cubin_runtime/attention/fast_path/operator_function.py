@@ -1,4 +1,4 @@
-"""An operator's function: fast paths of earlier calls first, then the full path."""
+"""An operator's function: the paths of earlier calls first, then the full path."""
 
 from __future__ import annotations
 
@@ -13,22 +13,20 @@ from itertools import count
 from typing import Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary, WeakSet, ref
 
-from ...launch.compiled import compiled
 from ...provenance import number_of
 from ..process import default, default_runtime, runtime_of
 from ..torch_ops import TorchOp, is_intercepted
 from .any_size import any_size_path, is_second
-from .generated import MISS, fast_path
-from .notes import taking_notes
-from .options import Form, Signature, note_use
+from .build import new_path
+from .notes import FastPaths, Notes, taking_notes
+from .options import Signature, note_use
+from .path import MISS
+from .paths import Binding, Paths, add_path, new_paths
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
-DEFAULT_RUNTIME = "default.runtime or default_runtime()"
-# Of an operator with that argument.
-CALL_RUNTIME = "default.runtime or default_runtime() if runtime is None else runtime_of(runtime)"
 _MOST = 16  # paths of one operator
 _MOST_OF_FAMILIES = 8
-FULL_RUNS = 3  # to write a fast path takes longer than a call, so calls of a form seen this often get one
+FULL_RUNS = 3  # to build a path takes longer than a call, so calls of a form seen this often get one
 _numbers = count()
 
 
@@ -105,11 +103,11 @@ def suspend(change: int) -> None:
             _methods.clear()
 
 
-def _give_method(holder: Any, method: Callable[..., Any]) -> None:
+def _give_method(holder: Any, name: str, method: Callable[..., Any]) -> None:
     with _lock:
         if not _state.suspended:
-            vars(holder)[method.__name__] = method
-            _methods[holder] = method.__name__
+            vars(holder)[name] = method
+            _methods[holder] = name
 
 
 def _twin(holder: Any) -> Any:
@@ -134,9 +132,8 @@ def suspendable(step: Suspendable) -> None:
         step.suspend(_state.suspended > 0)
 
 
-def operator_function(  # noqa: C901, PLR0915
+def operator_function(
     *,
-    owner: str = DEFAULT_RUNTIME,
     scales: tuple[str, ...] = (),
     bound: str = "max_seq_len",
     memory: tuple[str, ...] = (),
@@ -144,126 +141,113 @@ def operator_function(  # noqa: C901, PLR0915
     any_size: bool = False,
     op: Callable[[Callable[..., Any]], TorchOp] | None = None,
 ) -> Callable[[FunctionT], FunctionT]:
-    """Let a function, which is then the full path, try the fast paths of earlier calls first.
+    """Let a function, which is then the full path, try the paths of earlier calls first.
+
+    The instance of a method keeps them, for a function the runtime that it is called with.
 
     Args:
-        owner: the expression of the object that has the fast paths.
         scales, bound, memory, contents: as in ``Signature``.
-        any_size: whether calls that differ in sizes alone share a path; ``owner`` is then a runtime.
+        any_size: whether calls that differ in sizes alone share a path.
         op: makes the op, from the full path, through which calls go that torch traces.
     """
 
-    def decorate(full: FunctionT) -> FunctionT:  # noqa: C901, PLR0915
-        parameters = inspect.signature(full).parameters
-        signature = Signature(tuple(parameters), scales, bound, frozenset(memory), contents)
-        number, traced = next(_numbers), op(full) if op else None
-        heads, defaults = _heads(list(parameters.values()))
+    def decorate(full: FunctionT) -> FunctionT:
+        signature = Signature(tuple(inspect.signature(full).parameters), scales, bound, frozenset(memory), contents)
+        known = _Operator(full, signature, op(full) if op else None, any_size=any_size)
+        is_method = signature.parameters[0] == "self"
 
-        def call(holder: Any, arguments: tuple[Any, ...]) -> Any:
-            """The full path, from whose notes a fast path is made for calls like one that is made again and again."""
-            given = dict(zip(parameters, arguments, strict=True))
-            if traced is not None and is_intercepted(arguments):
-                return traced.call(given)
-            if _state.suspended:
-                return full(**given)
-            with taking_notes() as notes:
-                traced_scales = {name: number_of(name, given[name]) for name in scales if type(given[name]) is float}
-                result = full(**{**given, **traced_scales})
-            note_use(given, notes)
-            if any_size and is_second(holder.families, notes):
-                made = any_size_path(signature, arguments, result, notes, Form("fast", names))
-                if made is not None:
-                    path = compiled("fast", *made)
-                    holder.family_paths[number] = (path, *holder.family_paths[number][: _MOST_OF_FAMILIES - 1])
-            if all(launched.prepared.runs < FULL_RUNS for launched in notes.launched):
-                return result
-            made = fast_path(signature, arguments, result, notes, Form("fast", names))
-            if made is not None:
-                path = compiled("fast", *made)
-                holder.fast_paths[number] = (path, *holder.fast_paths[number][: _MOST - 1])
-                whole = _whole(holder) if "self" in parameters else None
-                if whole is not None:
-                    form = _method(full.__name__, parameters, given)
-                    source, scope = fast_path(signature, arguments, result, notes, form) or made
-                    scope |= defaults | {"otherwise": partial(operator, _twin(whole))}
-                    _give_method(whole, compiled(full.__name__, source, scope))
-            return result
+        @wraps(full)
+        def operator(*arguments: Any, **options: Any) -> Any:
+            if known.op is not None and _state.compiling():
+                return known.op.call(known.bound(arguments, options))
+            if is_method:
+                holder = arguments[0]
+            elif options.get("runtime") is None:
+                holder = default.runtime or default_runtime()
+            else:
+                holder = runtime_of(options["runtime"])
+            if not _state.suspended:
+                result = known.sent(holder, arguments, options)
+                if result is not MISS:
+                    return result
+            return known.call(holder, arguments, options)
 
-        def promote(holder: Any, path: Callable[..., Any]) -> None:
-            paths = holder.fast_paths[number]
-            holder.fast_paths[number] = (path, *(other for other in paths if other is not path))
-
-        names = ", ".join(parameters)
-        given = ", ".join(f"{name!r}: {name}" for name in parameters)
-        of_families = (
-            f"        for path in owner.family_paths[{number}]:\n"
-            f"            result = path({names})\n"
-            f"            if result is not MISS:\n"
-            f"                return result\n"
-        )
-        source = (
-            f"def {full.__name__}({heads}):\n"
-            + (f"    if state.compiling():\n        return traced({{{given}}})\n" if traced else "")
-            + f"    owner = {owner}\n"
-            f"    if not state.suspended:\n"
-            f"        paths = owner.fast_paths[{number}]\n"
-            f"        for path in paths:\n"
-            f"            result = path({names})\n"
-            f"            if result is not MISS:\n"
-            f"                if path is not paths[0]:\n"
-            f"                    promote(owner, path)\n"
-            f"                return result\n"
-            + (of_families if any_size else "")
-            + f"    return call(owner, ({names},))\n"
-        )
-        scope = {
-            **defaults,
-            "state": _state,
-            "call": call,
-            "promote": promote,
-            "MISS": MISS,
-            "default": default,
-            "default_runtime": default_runtime,
-            "runtime_of": runtime_of,
-        }
-        if traced is not None:
-            scope["traced"] = traced.call
-        operator: Any = wraps(full)(compiled(full.__name__, source, scope))
-        if traced is not None:
-            _undefined.append((traced, operator))
+        known.function = operator
+        if known.op is not None:
+            _undefined.append((known.op, operator))
             _state.compiling = _compiling  # which defines it
-        return operator  # type: ignore[no-any-return]
+        return operator  # type: ignore[return-value]
 
     return decorate
 
 
-def _method(name: str, parameters: Mapping[str, inspect.Parameter], given: Mapping[str, Any]) -> Form:
-    """The form of the instance's own method: the last fast path, which spares the way over all of them."""
-    own = [parameter for parameter in parameters.values() if parameter.name != "self"]
-    places = [parameter for parameter in own if parameter.kind is not parameter.KEYWORD_ONLY]
-    options = frozenset(parameter.name for parameter in own if parameter not in places)
-    if any(given[option] is not parameters[option].default for option in options):
-        passed = ", ".join(f"{parameter.name}={parameter.name}" for parameter in own)
-        return Form(name, _heads(own)[0], unlike=f"return otherwise({passed})")
-    # None of them is passed as a rule, and an empty dict costs less than a default for each.
-    passed = ", ".join(parameter.name for parameter in places)
-    unlike = f"return otherwise({passed}, *more, **options)"
-    head = f"{_heads(places)[0]}, *more, **options"
-    return Form(name, head, options, ("not more and not options",), unlike)
+class _Operator:
+    """An operator's full path, and how its paths are found and built."""
 
+    function: Callable[..., Any]  # the operator itself, which tries paths first
 
-def _heads(parameters: Sequence[inspect.Parameter]) -> tuple[str, dict[str, Any]]:
-    """Parameters as a definition lists them, and what their defaults refer to."""
-    heads, defaults = list[str](), dict[str, Any]()
-    for parameter in parameters:
-        if parameter.kind is parameter.KEYWORD_ONLY and "*" not in heads:
-            heads.append("*")
-        if parameter.default is parameter.empty:
-            heads.append(parameter.name)
-        else:
-            defaults[f"given_{parameter.name}"] = parameter.default
-            heads.append(f"{parameter.name}=given_{parameter.name}")
-    return ", ".join(heads), defaults
+    def __init__(self, full: Callable[..., Any], signature: Signature, op: TorchOp | None, *, any_size: bool) -> None:
+        self.op = op
+        self._full, self._signature, self._any_size = full, signature, any_size
+        self._binding, self._number = Binding(inspect.signature(full).parameters), next(_numbers)
+
+    def bound(self, arguments: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of a call by name, defaults among them.
+
+        Raises:
+            TypeError: they are not what the operator takes.
+        """
+        given = self._binding.in_order(arguments, options)
+        if given is None:
+            inspect.signature(self._full).bind(*arguments, **options)  # which says what is wrong
+            raise TypeError(f"{self._full.__name__}: unexpected arguments")
+        return dict(zip(self._binding.names, given, strict=True))
+
+    def sent(self, holder: Any, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
+        """The result of a call that one of the holder's paths sent, or ``MISS``."""
+        paths = holder.fast_paths.get(self._number)
+        result = MISS if paths is None else paths.send(*arguments, **options)
+        if self._any_size and result is MISS:
+            paths = holder.family_paths.get(self._number)
+            result = MISS if paths is None else paths.send(*arguments, **options)
+        return result
+
+    def call(self, holder: Any, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
+        """The full path, from whose notes a path is built for calls like one that is made again and again."""
+        given = self.bound(arguments, options)
+        if self.op is not None and is_intercepted(list(given.values())):
+            return self.op.call(given)
+        if _state.suspended:
+            return self._full(**given)
+        with taking_notes() as notes:
+            scales = {
+                name: number_of(name, given[name]) for name in self._signature.scales if type(given[name]) is float
+            }
+            result = self._full(**{**given, **scales})
+        note_use(given, notes)
+        self._keep(holder, list(given.values()), result, notes)
+        return result
+
+    def _keep(self, holder: Any, arguments: list[Any], result: Any, notes: Notes) -> None:
+        """Build what paths there can be of such calls, if they are made often enough."""
+        if self._any_size and is_second(holder.families, notes):
+            sized = any_size_path(self._signature, arguments, result, notes)
+            if sized is not None:
+                add_path(self._paths(holder.family_paths), sized, _MOST_OF_FAMILIES)
+        if all(launched.prepared.runs < FULL_RUNS for launched in notes.launched):
+            return
+        path = new_path(self._signature, arguments, result, notes)
+        if path is None:
+            return
+        add_path(self._paths(holder.fast_paths), path, _MOST)
+        whole = _whole(holder) if self._binding.names[0] == "self" else None
+        if whole is not None:
+            own = new_paths(self._binding.without_instance(), partial(self.function, _twin(whole)))
+            own.entries = (path,)
+            _give_method(whole, self._full.__name__, own.send)
+
+    def _paths(self, of_operators: FastPaths) -> Paths:
+        return of_operators.setdefault(self._number, new_paths(self._binding))
 
 
 def full_path(operator: FunctionT) -> FunctionT:

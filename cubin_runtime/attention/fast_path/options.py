@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...launch.streams import stream_handle
 from ...values import dataclass
@@ -27,19 +27,8 @@ class Signature:
     contents: tuple[str, ...] = ()
 
 
-class Form(NamedTuple):
-    """How the function is called: its name and parameters, the parameters that have their defaults wherever ``tests``
-    hold, and the statement for a call that is not alike."""
-
-    name: str
-    head: str
-    unset: frozenset[str] = frozenset()
-    tests: tuple[str, ...] = ()
-    unlike: str = "return MISS"
-
-
 def is_immutable(value: Any) -> bool:
-    """Whether an option is a value that stays as it is: a dtype of torch's, a mark."""
+    """Return whether an option is a value that stays as it is: a dtype of torch's, a mark."""
     torch = sys.modules.get("torch")
     from ..torch_ops import TorchScratch
 
@@ -47,7 +36,7 @@ def is_immutable(value: Any) -> bool:
 
 
 def is_runtime(value: Any) -> bool:
-    """Whether an argument is a runtime."""
+    """Return whether an argument is a runtime."""
     from ..runtime import Runtime
 
     return isinstance(value, Runtime)

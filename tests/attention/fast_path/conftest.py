@@ -19,6 +19,7 @@ from cubin_runtime.launch import accelerator
 from cubin_runtime.testing import GraphDriver, StandIn
 
 operator_function_module = sys.modules["cubin_runtime.attention.fast_path.operator_function"]
+WALKERS = ("attention.fast_path.path", "attention.fast_path.paths")
 SIZES = ((128, 128), (576, 512), (192, 128))
 
 
@@ -31,7 +32,8 @@ def is_used(row: Any) -> bool:
 def sending(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """What sends the launches of fast paths."""
     if request.param == "ctypes":
-        monkeypatch.setattr("cubin_runtime.launch.prepared.accelerator", lambda: None)
+        for module in ("launch.prepared", "attention.fast_path.guards", *WALKERS):
+            monkeypatch.setattr(f"cubin_runtime.{module}.accelerator", lambda: None)
     elif accelerator.accelerator() is None:
         pytest.skip("cubin_runtime_accelerator is not installed: pip install ./accelerator")
     return str(request.param)

@@ -52,7 +52,7 @@ def test_from_the_third_size_on_calls_take_one_path(caller: Caller, calls: list[
     for call in calls:
         assert "symbol" in caller.outcome(call)[0]
     assert full_paths.count == 2
-    assert [len(paths) for paths in caller.runtime.family_paths.values() if paths] == [1]
+    assert [len(paths.entries) for paths in caller.runtime.family_paths.values()] == [1]
 
 
 def test_calls_of_one_size_get_no_path_for_all_sizes(caller: Caller, calls: list[Call], full_paths: FullPaths) -> None:
@@ -109,7 +109,7 @@ def test_sizes_that_are_frequent_get_a_fast_path_of_their_own(
     wanted = caller.in_full(third)
     assert [caller.outcome(third) for _ in range(12)] == [wanted] * 12
     assert full_paths.count == 3
-    assert [len(paths) for paths in caller.runtime.fast_paths.values()] == [1]
+    assert [len(paths.entries) for paths in caller.runtime.fast_paths.values()] == [1]
 
 
 def test_sizes_of_a_path_are_kept_up_to_a_number(
@@ -117,8 +117,8 @@ def test_sizes_of_a_path_are_kept_up_to_a_number(
 ) -> None:
     monkeypatch.setattr(any_size, "_MOST_SIZES", 4)
     outcomes = [caller.outcome(call) for call in calls]
-    ((path,),) = (paths for paths in caller.runtime.family_paths.values() if paths)
-    assert len(path.scope["plans"]._known) == 4
+    ((path,),) = (paths.entries for paths in caller.runtime.family_paths.values())
+    assert len(path._plans._known) == 4
     assert [caller.outcome(call) for call in calls] == outcomes
     assert full_paths.count == 2
 
@@ -147,7 +147,7 @@ def test_calls_of_other_options_have_a_path_of_their_own(
     for number, call in enumerate(calls):
         caller.outcome(call.changed(window_left=100 if number % 2 else -1))
     assert full_paths.count == 4
-    assert [len(paths) for paths in caller.runtime.family_paths.values() if paths] == [2]
+    assert [len(paths.entries) for paths in caller.runtime.family_paths.values()] == [2]
 
 
 @pytest.mark.parametrize("name", ["context_attention over pages"])

@@ -34,8 +34,8 @@ def run(caller: Caller) -> Call:
 
 def paths(runtime: Runtime) -> tuple[Callable[..., Any], ...]:
     """The fast paths of the one operator that was called."""
-    (found,) = runtime.fast_paths.values()
-    return found
+    (operator,) = runtime.fast_paths.values()
+    return operator.entries
 
 
 def windows(call: Call, count: int) -> list[Call]:

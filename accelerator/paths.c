@@ -1,0 +1,242 @@
+// The paths of one operator, as cubin_runtime/attention/fast_path/paths.py tries them in Python: a call's arguments are
+// put in the order of the parameters, and each path is asked in turn, in C where it has a walk.
+
+#include "sender.h"
+
+typedef struct {
+  PyObject_HEAD
+  PyObject *names, *defaults;      // of all parameters, in order; `missing` for those that have no default
+  PyObject *missing, *miss, *otherwise;
+  PyObject *entries, *walks;       // tuples: the paths, and the walk of each, or None
+  PyTypeObject *walk_type;
+  Py_ssize_t count, first, by_position;  // calls leave out those before `first`
+} Paths;
+
+// The parameter that a keyword names, or -1: names of programs and of parameters are interned, as a rule.
+static Py_ssize_t index_of(const Paths *self, PyObject *name) {
+  for (Py_ssize_t i = self->first; i < self->count; i++) {
+    if (PyTuple_GetItem(self->names, i) == name) return i;
+  }
+  for (Py_ssize_t i = self->first; i < self->count; i++) {
+    if (PyUnicode_Compare(PyTuple_GetItem(self->names, i), name) == 0) return i;
+  }
+  return -1;
+}
+
+// The arguments in the order of the parameters, borrowed. 0: they are not as the operator takes them.
+static int bind(const Paths *self, PyObject *const *given, Py_ssize_t count, PyObject *keywords, PyObject **slots) {
+  if (count > self->by_position) return 0;
+  for (Py_ssize_t i = 0; i < self->count; i++) slots[i] = NULL;
+  for (Py_ssize_t i = 0; i < count; i++) slots[self->first + i] = given[i];
+  Py_ssize_t named = keywords == NULL ? 0 : PyTuple_Size(keywords);
+  for (Py_ssize_t i = 0; i < named; i++) {
+    Py_ssize_t slot = index_of(self, PyTuple_GetItem(keywords, i));
+    if (slot < 0 || slots[slot] != NULL) return 0;
+    slots[slot] = given[count + i];
+  }
+  for (Py_ssize_t i = 0; i < self->count; i++) {
+    if (slots[i] != NULL) continue;
+    slots[i] = PyTuple_GetItem(self->defaults, i);
+    if (slots[i] == self->missing) return 0;
+  }
+  return 1;
+}
+
+static PyObject *in_python(PyObject *path, Py_ssize_t count, PyObject **slots) {
+  PyObject *arguments = PyTuple_New(count);
+  if (arguments == NULL) return NULL;
+  for (Py_ssize_t i = 0; i < count; i++) PyTuple_SetItem(arguments, i, Py_NewRef(slots[i]));
+  PyObject *result = call_one(path, arguments);
+  Py_DECREF(arguments);
+  return result;
+}
+
+// What a path gives for a call: a new reference, to `miss` if it does not send it, or NULL.
+static PyObject *ask(const Paths *self, PyObject *path, PyObject *its_walk, PyObject **slots) {
+  if (its_walk != Py_None) {
+    PyObject *result = NULL;
+    int done = walk((Walk *)its_walk, slots, &result);
+    if (done == SENT) return result;
+    if (done == FAILED) return NULL;
+    if (done == UNLIKE) return Py_NewRef(self->miss);
+  }
+  return in_python(path, self->count, slots);
+}
+
+static int set_entries(PyObject *object, PyObject *entries, void *unused) {
+  Paths *self = (Paths *)object;
+  if (entries == NULL || !PyTuple_CheckExact(entries)) {
+    PyErr_SetString(PyExc_TypeError, "entries: expected a tuple");
+    return -1;
+  }
+  Py_ssize_t count = PyTuple_Size(entries);
+  PyObject *walks = PyTuple_New(count);
+  if (walks == NULL) return -1;
+  for (Py_ssize_t i = 0; i < count; i++) {
+    PyObject *its = PyObject_GetAttrString(PyTuple_GetItem(entries, i), "walk");
+    if (its != NULL && its != Py_None && Py_TYPE(its) != self->walk_type) {
+      PyErr_SetString(PyExc_TypeError, "walk: expected a Walk or None");
+      Py_CLEAR(its);
+    }
+    if (its == NULL) {
+      Py_DECREF(walks);
+      return -1;
+    }
+    PyTuple_SetItem(walks, i, its);
+  }
+  PyObject *old_entries = self->entries, *old_walks = self->walks;
+  self->entries = Py_NewRef(entries);
+  self->walks = walks;
+  Py_XDECREF(old_entries);
+  Py_XDECREF(old_walks);
+  return 0;
+}
+
+static PyObject *get_entries(PyObject *object, void *unused) { return Py_NewRef(((Paths *)object)->entries); }
+
+// The last path used is asked first; unless another thread changed them.
+static int promote(Paths *self, PyObject *entries, Py_ssize_t used) {
+  if (!used || self->entries != entries) return 0;
+  Py_ssize_t count = PyTuple_Size(entries);
+  PyObject *ordered = PyTuple_New(count);
+  if (ordered == NULL) return -1;
+  PyTuple_SetItem(ordered, 0, Py_NewRef(PyTuple_GetItem(entries, used)));
+  for (Py_ssize_t i = 0, next = 1; i < count; i++) {
+    if (i != used) PyTuple_SetItem(ordered, next++, Py_NewRef(PyTuple_GetItem(entries, i)));
+  }
+  int failed = set_entries((PyObject *)self, ordered, NULL);
+  Py_DECREF(ordered);
+  return failed;
+}
+
+static PyObject *try_all(Paths *self, PyObject **slots) {
+  PyObject *entries = Py_NewRef(self->entries), *walks = Py_NewRef(self->walks), *result = Py_NewRef(self->miss);
+  for (Py_ssize_t i = 0; i < PyTuple_Size(entries) && result == self->miss; i++) {
+    Py_DECREF(result);
+    result = ask(self, PyTuple_GetItem(entries, i), PyTuple_GetItem(walks, i), slots);
+    if (result != NULL && result != self->miss && promote(self, entries, i)) Py_CLEAR(result);
+  }
+  Py_DECREF(entries);
+  Py_DECREF(walks);
+  return result;
+}
+
+static PyObject *call_otherwise(const Paths *self, PyObject *const *given, Py_ssize_t count, PyObject *keywords) {
+  PyObject *arguments = PyTuple_New(count), *options = PyDict_New(), *result = NULL;
+  int failed = arguments == NULL || options == NULL;
+  for (Py_ssize_t i = 0; i < count && !failed; i++) PyTuple_SetItem(arguments, i, Py_NewRef(given[i]));
+  Py_ssize_t named = keywords == NULL ? 0 : PyTuple_Size(keywords);
+  for (Py_ssize_t i = 0; i < named && !failed; i++) {
+    failed = PyDict_SetItem(options, PyTuple_GetItem(keywords, i), given[count + i]);
+  }
+  if (!failed) result = PyObject_Call(self->otherwise, arguments, options);
+  Py_XDECREF(arguments);
+  Py_XDECREF(options);
+  return result;
+}
+
+static PyObject *send(PyObject *object, PyObject *const *given, Py_ssize_t count, PyObject *keywords) {
+  Paths *self = (Paths *)object;
+  PyObject *slots[MOST_SLOTS];
+  PyObject *result = bind(self, given, count, keywords, slots) ? try_all(self, slots) : Py_NewRef(self->miss);
+  if (result != self->miss || self->otherwise == Py_None) return result;
+  Py_DECREF(result);
+  return call_otherwise(self, given, count, keywords);
+}
+
+static PyObject *new_paths(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
+  static char *names[] = {"names", "defaults", "missing", "first", "by_position", "miss", "otherwise", NULL};
+  PyObject *parameters, *defaults, *missing, *miss, *otherwise;
+  Py_ssize_t first, by_position;
+  if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "O!O!OnnOO", names, &PyTuple_Type, &parameters, &PyTuple_Type,
+                                   &defaults, &missing, &first, &by_position, &miss, &otherwise)) {
+    return NULL;
+  }
+  Py_ssize_t count = PyTuple_Size(parameters);
+  if (count > MOST_SLOTS || PyTuple_Size(defaults) != count || first < 0 || first + by_position > count) {
+    return PyErr_Format(PyExc_ValueError, "names: %zd, expected at most %d", count, MOST_SLOTS);
+  }
+  allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+  Paths *self = (Paths *)allocate(type, 0);
+  if (self == NULL) return NULL;
+  self->count = count;
+  self->first = first;
+  self->by_position = by_position;
+  self->names = Py_NewRef(parameters);
+  self->defaults = Py_NewRef(defaults);
+  self->missing = Py_NewRef(missing);
+  self->miss = Py_NewRef(miss);
+  self->otherwise = Py_NewRef(otherwise);
+  self->entries = PyTuple_New(0);
+  self->walks = PyTuple_New(0);
+  PyObject *module = PyType_GetModule(type);
+  self->walk_type = module == NULL ? NULL : (PyTypeObject *)PyObject_GetAttrString(module, "Walk");
+  if (self->entries == NULL || self->walks == NULL || self->walk_type == NULL) {
+    Py_DECREF((PyObject *)self);
+    return NULL;
+  }
+  return (PyObject *)self;
+}
+
+static int visit_paths(PyObject *object, visitproc visit, void *arg) {
+  Paths *self = (Paths *)object;
+  Py_VISIT(self->names);
+  Py_VISIT(self->defaults);
+  Py_VISIT(self->missing);
+  Py_VISIT(self->miss);
+  Py_VISIT(self->otherwise);
+  Py_VISIT(self->entries);
+  Py_VISIT(self->walks);
+  Py_VISIT((PyObject *)self->walk_type);
+  Py_VISIT(Py_TYPE(object));
+  return 0;
+}
+
+static int clear_paths(PyObject *object) {
+  Paths *self = (Paths *)object;
+  Py_CLEAR(self->otherwise);
+  Py_CLEAR(self->entries);
+  Py_CLEAR(self->walks);
+  return 0;
+}
+
+static void free_paths(PyObject *object) {
+  Paths *self = (Paths *)object;
+  PyTypeObject *type = Py_TYPE(object);
+  PyObject_GC_UnTrack(object);
+  clear_paths(object);
+  Py_XDECREF(self->names);
+  Py_XDECREF(self->defaults);
+  Py_XDECREF(self->missing);
+  Py_XDECREF(self->miss);
+  Py_XDECREF((PyObject *)self->walk_type);
+  freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+  release(object);
+  Py_DECREF((PyObject *)type);
+}
+
+static PyMethodDef methods[] = {
+    {"send", (PyCFunction)(void (*)(void))send, METH_FASTCALL | METH_KEYWORDS,
+     "send(*arguments, **options): what the path of such calls gives, or else `otherwise`, or `miss`."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef properties[] = {
+    {"entries", get_entries, set_entries, "The paths, the last used first.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot slots[] = {
+    {Py_tp_doc, "The paths of one operator."},
+    {Py_tp_new, new_paths},
+    {Py_tp_dealloc, free_paths},
+    {Py_tp_traverse, visit_paths},
+    {Py_tp_clear, clear_paths},
+    {Py_tp_methods, methods},
+    {Py_tp_getset, properties},
+    {0, NULL},
+};
+
+PyType_Spec paths_spec = {
+    "cubin_runtime_accelerator.Paths", sizeof(Paths), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, slots,
+};

@@ -1,0 +1,658 @@
+// A call on its way through the table of its form, as cubin_runtime/attention/fast_path/path.py walks it in Python: the
+// tests of arguments and tensors, the tensors' addresses, the stream and the scratch, the values of the launches.
+
+#include "sender.h"
+
+#include <math.h>
+#include <string.h>
+
+enum { BUCKETS = 256, REFERENCES = 19 };
+enum { IDENTICAL, EQUAL, OF_TYPE, INTEGER, SCALE, SEQUENCE };  // `Kind` of table.py, but for workspaces
+enum { ADDRESS, PRODUCT };
+
+#define SCALE_LIMIT 0x1p127
+
+// In the stable ABI from Python 3.12 on, in Python 3.11 the same function; NULL before.
+extern PyObject *PyObject_Vectorcall(PyObject *callable, PyObject *const *arguments, size_t count, PyObject *keywords)
+    __attribute__((weak));
+
+typedef struct {
+  int kind, slot;
+  PyObject *known;
+  long long low, high;
+} Test;
+
+// A tensor: its slot, whether its address counts and is part of the key, and which bits of it are as they were.
+typedef struct {
+  int slot, counts, keyed;
+  uint64_t mask, rest;
+} Row;
+
+// A factor of a product: an argument, or a number where the slot is negative.
+typedef struct {
+  int slot;
+  double constant;
+} Factor;
+
+// Where a launch's value comes from: the address of a tensor and an offset, or a product.
+typedef struct {
+  int kind, tensor, factors;
+  uint64_t offset;
+  Factor factor[MOST_FACTORS];
+} Source;
+
+// What the senders are kept by: the stream, the place of the scratch, or NULL, and the addresses that they hold.
+typedef struct {
+  uint64_t stream, addresses[MOST_KEYED];
+  PyObject *place;
+} Key;
+
+// Senders found before: the dict costs as much as a test of two tensors.
+typedef struct {
+  Key key;
+  PyObject *senders;
+} Bucket;
+
+struct Walk {
+  PyObject_HEAD
+  PyObject *tests_known;  // holds what the tests refer to
+  PyObject *modes, *levels, *level, *no_level, *check, *data_ptr, *failed, *senders, *of_legacy, *place, *owner_name;
+  PyObject *current, *device;            // NULL: the stream is not part of the key
+  PyObject *legacy, *place_of;           // NULL: no scratch; `legacy` alone may be None
+  PyObject *make, *made_of;              // NULL: no tensor is made
+  PyObject *halts, *claim;               // NULL: nothing halts it
+  PyTypeObject *sender_type;
+  PyObject *guarded;  // what `check` calls, borrowed from it, or NULL
+  PyObject *result;   // None, a slot, or a tuple of slots
+  int count, stream_slot, tests, tensors, keyed, launches, made_counts;
+  Test test[MOST_SLOTS + MOST_FIELDS];
+  Row row[MOST_TENSORS];
+  int counts[MOST_LAUNCHES];
+  Source *source[MOST_LAUNCHES];
+  Bucket buckets[BUCKETS];
+};
+
+// A call: its arguments, of which those behind the first `owned` are the walk's own, and the addresses of its tensors.
+typedef struct {
+  PyObject **slots;
+  int count, owned;
+  PyObject *tensors[MOST_TENSORS];
+  uint64_t addresses[MOST_TENSORS + 1];  // the last is that of the tensor made
+  PyObject *made;
+  Key key;
+} Call;
+
+PyObject *call_one(PyObject *callable, PyObject *argument) {
+  if (PyObject_Vectorcall != NULL) return PyObject_Vectorcall(callable, &argument, 1, NULL);
+  return PyObject_CallFunctionObjArgs(callable, argument, NULL);
+}
+
+static int truth(PyObject *value) {
+  if (value == NULL) return FAILED;
+  int is = value == Py_True ? 1 : value == Py_False ? 0 : PyObject_IsTrue(value);
+  Py_DECREF(value);
+  return is;
+}
+
+static int is_equal(PyObject *value, PyObject *known) {
+  if (value == known) return 1;
+  if (Py_TYPE(value) != Py_TYPE(known)) return 0;
+  if (!PyFloat_CheckExact(value)) return PyObject_RichCompareBool(value, known, Py_EQ);
+  double one = PyFloat_AsDouble(value), other = PyFloat_AsDouble(known);
+  return one == other && signbit(one) == signbit(other);
+}
+
+static int is_within(PyObject *value, const Test *test) {
+  if (!PyLong_CheckExact(value)) return 0;
+  int overflow;
+  long long number = PyLong_AsLongLongAndOverflow(value, &overflow);
+  return !overflow && test->low <= number && number <= test->high;
+}
+
+static int is_scale(PyObject *value) {
+  if (!PyFloat_CheckExact(value)) return 0;
+  double number = PyFloat_AsDouble(value);
+  return -SCALE_LIMIT <= number && number <= SCALE_LIMIT && number != 0.0;
+}
+
+// The elements of a sequence become slots, which the walk holds: a list may lose them while Python runs.
+static int unpack(PyObject *value, const Test *test, Call *call) {
+  if ((PyObject *)Py_TYPE(value) != test->known) return 0;
+  int is_tuple = PyTuple_CheckExact(value);
+  Py_ssize_t size = is_tuple ? PyTuple_Size(value) : PyList_Size(value);
+  if (size != test->low || call->count + size > MOST_SLOTS) return 0;
+  for (Py_ssize_t i = 0; i < size; i++) {
+    call->slots[call->count++] = Py_NewRef(is_tuple ? PyTuple_GetItem(value, i) : PyList_GetItem(value, i));
+  }
+  return 1;
+}
+
+static int holds(const Test *test, Call *call) {
+  PyObject *value = call->slots[test->slot];
+  switch (test->kind) {
+    case IDENTICAL:
+      return value == test->known;
+    case EQUAL:
+      return is_equal(value, test->known);
+    case OF_TYPE:
+      return (PyObject *)Py_TYPE(value) == test->known;
+    case INTEGER:
+      return is_within(value, test);
+    case SCALE:
+      return is_scale(value);
+    default:
+      return unpack(value, test, call);
+  }
+}
+
+static int test_arguments(const Walk *self, Call *call) {
+  for (int i = 0; i < self->tests; i++) {
+    int held = holds(&self->test[i], call);
+    if (held != 1) return held < 0 ? FAILED : UNLIKE;
+  }
+  return SENT;
+}
+
+// Whether a level of forward-mode derivatives is open, in which any tensor may have a tangent.
+static int any_tangent(const Walk *self) {
+  PyObject *level = PyDict_GetItemWithError(self->levels, self->level);
+  if (level == self->no_level) return 0;  // as Python has one object of each small number
+  if (level == NULL) return PyErr_Occurred() ? FAILED : 1;
+  long number = PyLong_AsLong(level);
+  return number == -1 && PyErr_Occurred() ? FAILED : number >= 0;
+}
+
+// The tests of the tensors' forms, by torch's own guard, outside any dispatch mode and level of derivatives.
+static int test_forms(const Walk *self, Call *call) {
+  for (int i = 0; i < self->tensors; i++) call->tensors[i] = call->slots[self->row[i].slot];
+  if (self->check == Py_None) return SENT;  // there are none
+  int any = truth(PyObject_CallNoArgs(self->modes));
+  if (!any) any = any_tangent(self);
+  if (any) return any < 0 ? FAILED : UNLIKE;
+  PyObject *tensors = PyTuple_New(self->tensors);
+  if (tensors == NULL) return FAILED;
+  for (int i = 0; i < self->tensors; i++) PyTuple_SetItem(tensors, i, Py_NewRef(call->tensors[i]));
+  int are = truth(self->guarded ? alike(self->guarded, tensors) : PyObject_Call(self->check, tensors, NULL));
+  Py_DECREF(tensors);
+  return are < 0 ? FAILED : are ? SENT : UNLIKE;
+}
+
+static int read_word(PyObject *callable, PyObject *argument, uint64_t *word) {
+  PyObject *number = call_one(callable, argument);
+  if (number == NULL) return FAILED;
+  *word = PyLong_AsUnsignedLongLong(number);
+  Py_DECREF(number);
+  return *word == (uint64_t)-1 && PyErr_Occurred() ? FAILED : SENT;
+}
+
+static int read_addresses(const Walk *self, Call *call) {
+  int next = 0;
+  for (int i = 0; i < self->tensors; i++) {
+    const Row *row = &self->row[i];
+    if (!row->counts) continue;
+    if (read_word(self->data_ptr, call->tensors[i], &call->addresses[i]) == FAILED) return FAILED;
+    if (!call->addresses[i] || (call->addresses[i] & row->mask) != row->rest) return UNLIKE;
+    if (row->keyed) call->key.addresses[next++] = call->addresses[i];
+  }
+  return SENT;
+}
+
+// Where the scratch of a launch on the stream is: a new reference, to None if Python is to say, or NULL.
+static PyObject *find_place(const Walk *self, uint64_t stream) {
+  if (!stream && self->legacy != Py_None) {
+    int is_own = truth(PyObject_GetAttr(self->legacy, self->of_legacy));
+    if (is_own < 0) return NULL;
+    return is_own ? PyObject_GetAttr(self->legacy, self->place) : Py_NewRef(Py_None);
+  }
+  PyObject *handle = PyLong_FromUnsignedLongLong(stream);
+  if (handle == NULL) return NULL;
+  PyObject *place = call_one(self->place_of, handle);
+  Py_DECREF(handle);
+  return place;
+}
+
+// Whether a bound step may be sent: nothing halts it, and its claim, (buffer, owner, same_stream), holds.
+static int is_ready(const Walk *self) {
+  Py_ssize_t reasons = PyList_Size(self->halts);
+  if (reasons) return reasons < 0 ? FAILED : OTHERWISE;
+  if (self->claim == Py_None) return SENT;
+  PyObject *buffer = PyTuple_GetItem(self->claim, 0), *owner = PyTuple_GetItem(self->claim, 1);
+  PyObject *same_stream = PyTuple_GetItem(self->claim, 2);
+  if (same_stream == Py_None) {
+    int is_own = truth(PyObject_GetAttr(buffer, self->of_legacy));
+    return is_own < 0 ? FAILED : is_own ? SENT : OTHERWISE;
+  }
+  PyObject *its = PyObject_GetAttr(buffer, self->owner_name);
+  if (its == NULL) return FAILED;
+  int is_same = its == owner ? truth(PyObject_CallNoArgs(same_stream)) : 0;
+  Py_DECREF(its);
+  return is_same < 0 ? FAILED : is_same ? SENT : OTHERWISE;
+}
+
+static int find_key(const Walk *self, Call *call) {
+  if (self->halts != NULL) return is_ready(self);
+  if (self->stream_slot >= 0 && call->slots[self->stream_slot] != Py_None) return OTHERWISE;
+  if (read_word(self->current, self->device, &call->key.stream) == FAILED) return FAILED;
+  if (self->place_of == NULL) return SENT;
+  call->key.place = find_place(self, call->key.stream);
+  if (call->key.place == NULL) return FAILED;
+  return call->key.place == Py_None ? OTHERWISE : SENT;
+}
+
+// The same key as Python's walk makes it: a tuple.
+static PyObject *key_of(const Walk *self, const Key *key) {
+  Py_ssize_t next = self->current != NULL, with_place = key->place != NULL;
+  PyObject *made = PyTuple_New(next + with_place + self->keyed);
+  if (made == NULL) return NULL;
+  int failed = next && PyTuple_SetItem(made, 0, PyLong_FromUnsignedLongLong(key->stream));
+  if (!failed && with_place) failed = PyTuple_SetItem(made, next++, Py_NewRef(key->place));
+  for (int i = 0; i < self->keyed && !failed; i++) {
+    failed = PyTuple_SetItem(made, next++, PyLong_FromUnsignedLongLong(key->addresses[i]));
+  }
+  if (failed || PyErr_Occurred()) Py_CLEAR(made);
+  return made;
+}
+
+static Bucket *bucket_of(Walk *self, const Key *key) {
+  uint64_t mixed = key->stream ^ (uint64_t)(uintptr_t)key->place;
+  for (int i = 0; i < MOST_KEYED; i++) mixed = (mixed ^ key->addresses[i]) * 0x9E3779B97F4A7C15u;
+  return &self->buckets[mixed >> 56];
+}
+
+// The senders of a key, a new reference; NULL without an error: Python is to make them.
+static PyObject *find_senders(Walk *self, const Key *key) {
+  Bucket *bucket = bucket_of(self, key);
+  if (bucket->senders != NULL && !memcmp(&bucket->key, key, sizeof *key)) return Py_NewRef(bucket->senders);
+  PyObject *tuple = key_of(self, key);
+  if (tuple == NULL) return NULL;
+  PyObject *senders = PyDict_GetItemWithError(self->senders, tuple);
+  Py_XINCREF(senders);
+  Py_DECREF(tuple);
+  if (senders == NULL) return NULL;
+  Bucket old = *bucket;
+  *bucket = (Bucket){*key, Py_NewRef(senders)};
+  Py_XINCREF(key->place);
+  Py_XDECREF(old.senders);
+  Py_XDECREF(old.key.place);
+  return senders;
+}
+
+static int make_tensor(const Walk *self, Call *call) {
+  if (self->make == NULL) return SENT;
+  Py_ssize_t count = PyTuple_Size(self->made_of);
+  PyObject *sources = PyTuple_New(count);
+  if (sources == NULL) return FAILED;
+  for (Py_ssize_t i = 0; i < count; i++) {
+    PyTuple_SetItem(sources, i, Py_NewRef(call->tensors[PyLong_AsSsize_t(PyTuple_GetItem(self->made_of, i))]));
+  }
+  call->made = PyObject_Call(self->make, sources, NULL);
+  Py_DECREF(sources);
+  if (call->made == NULL) return FAILED;
+  return self->made_counts ? read_word(self->data_ptr, call->made, &call->addresses[self->tensors]) : SENT;
+}
+
+static int multiply(const Source *source, const Call *call, Value *value) {
+  const Factor *first = source->factor;
+  if (source->factors == 1 && first->slot >= 0) {
+    value->number = call->slots[first->slot];
+    return SENT;
+  }
+  for (int i = 0; i < source->factors; i++) {
+    const Factor *factor = &source->factor[i];
+    double number = factor->slot < 0 ? factor->constant : PyFloat_AsDouble(call->slots[factor->slot]);
+    if (number == -1.0 && PyErr_Occurred()) return FAILED;
+    value->product = i ? value->product * number : number;
+  }
+  return SENT;
+}
+
+static int is_of_value(void) {
+  return PyErr_ExceptionMatches(PyExc_TypeError) || PyErr_ExceptionMatches(PyExc_ValueError) ||
+         PyErr_ExceptionMatches(PyExc_OverflowError);
+}
+
+static int fill_launch(const Walk *self, int launch, const Sender *sender, const Call *call, Parameters *parameters) {
+  Value values[MOST_FIELDS];
+  for (int i = 0; i < self->counts[launch]; i++) {
+    const Source *source = &self->source[launch][i];
+    values[i] = (Value){NULL, 0, 0.0};
+    if (source->kind == ADDRESS) {
+      values[i].address = call->addresses[source->tensor] + source->offset;
+    } else if (multiply(source, call, &values[i]) == FAILED) {
+      return FAILED;
+    }
+  }
+  return fill(sender, values, parameters) ? FAILED : SENT;
+}
+
+// The parameters of all launches, before any is sent.
+static int fill_all(const Walk *self, PyObject *senders, const Call *call, Parameters *parameters) {
+  for (int i = 0; i < self->launches; i++) {
+    PyObject *send = PyTuple_GetItem(senders, i);
+    PyObject *sender = send == NULL ? NULL : PyCFunction_GetSelf(send);
+    if (sender == NULL) return FAILED;
+    if (Py_TYPE(sender) != self->sender_type || ((Sender *)sender)->count != self->counts[i]) return OTHERWISE;
+    if (fill_launch(self, i, (Sender *)sender, call, &parameters[i]) == FAILED) {
+      if (!is_of_value()) return FAILED;
+      PyErr_Clear();  // Python's walk says which value it is
+      return OTHERWISE;
+    }
+  }
+  return SENT;
+}
+
+static int fail(const Walk *self, int code) {
+  PyObject *error = PyObject_CallFunction(self->failed, "i", code);
+  if (error == NULL) return FAILED;
+  PyErr_SetObject((PyObject *)Py_TYPE(error), error);
+  Py_DECREF(error);
+  return FAILED;
+}
+
+static int launch_all(const Walk *self, PyObject *senders, const Call *call) {
+  Parameters parameters[MOST_LAUNCHES];
+  int filled = fill_all(self, senders, call, parameters);
+  if (filled != SENT) return filled;
+  for (int i = 0; i < self->launches; i++) {
+    int code;
+    if (launch((Sender *)PyCFunction_GetSelf(PyTuple_GetItem(senders, i)), &parameters[i], &code)) return FAILED;
+    // Python's walk asks the driver for the first again, and explains its answer; nothing may be sent twice.
+    if (code) return i ? fail(self, code) : OTHERWISE;
+  }
+  return SENT;
+}
+
+static PyObject *item_of(const Call *call, PyObject *slot) {
+  Py_ssize_t number = PyLong_AsSsize_t(slot);
+  return Py_NewRef(number < call->count ? call->slots[number] : call->made);
+}
+
+static PyObject *result_of(const Walk *self, const Call *call) {
+  if (self->result == Py_None) return Py_NewRef(Py_None);
+  if (!PyTuple_CheckExact(self->result)) return item_of(call, self->result);
+  Py_ssize_t count = PyTuple_Size(self->result);
+  PyObject *items = PyTuple_New(count);
+  for (Py_ssize_t i = 0; i < count && items != NULL; i++) {
+    PyTuple_SetItem(items, i, item_of(call, PyTuple_GetItem(self->result, i)));
+  }
+  return items;
+}
+
+static int send_by_key(Walk *self, Call *call, PyObject **result) {
+  PyObject *senders = find_senders(self, &call->key);
+  if (senders == NULL) return PyErr_Occurred() ? FAILED : OTHERWISE;
+  int done = make_tensor(self, call);
+  if (done == SENT) done = launch_all(self, senders, call);
+  Py_DECREF(senders);
+  if (done != SENT) return done;
+  *result = result_of(self, call);
+  return *result == NULL ? FAILED : SENT;
+}
+
+int walk(Walk *self, PyObject **slots, PyObject **result) {
+  Call call = {.slots = slots, .count = self->count, .owned = self->count};
+  int done = test_arguments(self, &call);
+  if (done == SENT) done = test_forms(self, &call);
+  if (done == SENT) done = read_addresses(self, &call);
+  if (done == SENT) done = find_key(self, &call);
+  if (done == SENT) done = send_by_key(self, &call, result);
+  Py_XDECREF(call.key.place);
+  Py_XDECREF(call.made);
+  while (call.count > call.owned) Py_DECREF(call.slots[--call.count]);
+  return done;
+}
+
+static int refuse(const char *what) {
+  PyErr_Format(PyExc_ValueError, "%s: not what was expected", what);
+  return -1;
+}
+
+static int is_slot(const Walk *self, int slot) { return slot >= 0 && slot < MOST_SLOTS; }
+
+static int set_tests(Walk *self, PyObject *tests) {
+  Py_ssize_t count = PyTuple_Size(tests);
+  if (count < 0 || count > MOST_SLOTS + MOST_FIELDS) return refuse("tests");
+  self->tests_known = Py_NewRef(tests);
+  for (Py_ssize_t i = 0; i < count; i++) {
+    Test *test = &self->test[i];
+    if (!PyArg_ParseTuple(PyTuple_GetItem(tests, i), "iiOLL", &test->kind, &test->slot, &test->known, &test->low,
+                          &test->high)) {
+      return -1;
+    }
+    if (test->kind < IDENTICAL || test->kind > SEQUENCE || !is_slot(self, test->slot)) return refuse("tests");
+    if (test->kind == SEQUENCE && test->known != (PyObject *)&PyTuple_Type && test->known != (PyObject *)&PyList_Type) {
+      return refuse("tests");
+    }
+  }
+  self->tests = (int)count;
+  return 0;
+}
+
+static int set_tensors(Walk *self, PyObject *tensors) {
+  Py_ssize_t count = PyTuple_Size(tensors);
+  if (count < 0 || count > MOST_TENSORS) return refuse("tensors");
+  for (Py_ssize_t i = 0; i < count; i++) {
+    Row *row = &self->row[i];
+    if (!PyArg_ParseTuple(PyTuple_GetItem(tensors, i), "ippKK", &row->slot, &row->counts, &row->keyed, &row->mask,
+                          &row->rest)) {
+      return -1;
+    }
+    if (!is_slot(self, row->slot) || (row->keyed && !row->counts)) return refuse("tensors");
+    self->keyed += row->keyed;
+  }
+  self->tensors = (int)count;
+  return self->keyed > MOST_KEYED ? refuse("tensors") : 0;
+}
+
+static int set_factors(Walk *self, Source *source, PyObject *factors) {
+  Py_ssize_t count = PyTuple_Size(factors);
+  if (count < 1 || count > MOST_FACTORS) return refuse("writes");
+  for (Py_ssize_t i = 0; i < count; i++) {
+    PyObject *factor = PyTuple_GetItem(factors, i);
+    Factor *own = &source->factor[i];
+    own->slot = -1;
+    if (PyFloat_CheckExact(factor)) {
+      own->constant = PyFloat_AsDouble(factor);
+      continue;
+    }
+    long slot = PyLong_AsLong(factor);
+    if (slot == -1 && PyErr_Occurred()) return -1;
+    if (slot < 0 || slot >= MOST_SLOTS) return refuse("writes");
+    own->slot = (int)slot;
+  }
+  source->factors = (int)count;
+  return 0;
+}
+
+static int set_source(Walk *self, Source *source, PyObject *write) {
+  PyObject *factors;
+  if (!PyArg_ParseTuple(write, "iiKO!", &source->kind, &source->tensor, &source->offset, &PyTuple_Type, &factors)) {
+    return -1;
+  }
+  if (source->kind == PRODUCT) return set_factors(self, source, factors);
+  int past = self->tensors + (self->make != NULL);
+  if (source->kind != ADDRESS || source->tensor < 0 || source->tensor >= past) return refuse("writes");
+  int counts = source->tensor < self->tensors ? self->row[source->tensor].counts : self->made_counts;
+  return counts ? 0 : refuse("writes");
+}
+
+static int set_writes(Walk *self, PyObject *writes) {
+  Py_ssize_t launches = PyTuple_Size(writes);
+  if (launches < 0 || launches > MOST_LAUNCHES) return refuse("writes");
+  for (Py_ssize_t i = 0; i < launches; i++) {
+    PyObject *of_launch = PyTuple_GetItem(writes, i);
+    Py_ssize_t count = PyTuple_Size(of_launch);
+    if (count < 0) return -1;
+    if (count > MOST_FIELDS) return refuse("writes");
+    self->source[i] = PyMem_Calloc((size_t)count + 1, sizeof(Source));
+    if (self->source[i] == NULL) return PyErr_NoMemory(), -1;
+    self->counts[i] = (int)count;
+    self->launches = (int)i + 1;
+    for (Py_ssize_t j = 0; j < count; j++) {
+      if (set_source(self, &self->source[i][j], PyTuple_GetItem(of_launch, j))) return -1;
+    }
+  }
+  return 0;
+}
+
+static int set_made(Walk *self, PyObject *made) {
+  if (made == Py_None) return 0;
+  PyObject *make, *sources;
+  if (!PyArg_ParseTuple(made, "OO!p", &make, &PyTuple_Type, &sources, &self->made_counts)) return -1;
+  for (Py_ssize_t i = 0; i < PyTuple_Size(sources); i++) {
+    Py_ssize_t number = PyLong_AsSsize_t(PyTuple_GetItem(sources, i));
+    if (number == -1 && PyErr_Occurred()) return -1;
+    if (number < 0 || number >= self->tensors) return refuse("made");
+  }
+  self->make = Py_NewRef(make);
+  self->made_of = Py_NewRef(sources);
+  return 0;
+}
+
+static int is_item(const Walk *self, PyObject *slot) {
+  Py_ssize_t number = PyLong_AsSsize_t(slot);
+  if (number == -1 && PyErr_Occurred()) return 0;
+  return number >= 0 && number < MOST_SLOTS + (self->make != NULL);
+}
+
+static int set_result(Walk *self, PyObject *result) {
+  self->result = Py_NewRef(result);
+  if (result == Py_None) return 0;
+  if (!PyTuple_CheckExact(result)) return is_item(self, result) ? 0 : refuse("result");
+  for (Py_ssize_t i = 0; i < PyTuple_Size(result); i++) {
+    if (!is_item(self, PyTuple_GetItem(result, i))) return refuse("result");
+  }
+  return 0;
+}
+
+static int set_pair(PyObject *pair, PyObject **first, PyObject **second) {
+  if (pair == Py_None) return 0;
+  PyObject *one, *other;
+  if (!PyArg_ParseTuple(pair, "OO", &one, &other)) return -1;
+  *first = Py_NewRef(one);
+  *second = Py_NewRef(other);
+  return 0;
+}
+
+static int set_bound(Walk *self, PyObject *bound) {
+  if (set_pair(bound, &self->halts, &self->claim)) return -1;
+  if (self->halts == NULL) return 0;
+  int is_claim = self->claim == Py_None || (PyTuple_CheckExact(self->claim) && PyTuple_Size(self->claim) == 3);
+  return PyList_CheckExact(self->halts) && is_claim ? 0 : refuse("bound");
+}
+
+static int set_names(Walk *self, PyTypeObject *type) {
+  PyObject *module = PyType_GetModule(type);
+  self->level = PyUnicode_InternFromString("_current_level");
+  self->no_level = PyLong_FromLong(-1);
+  self->sender_type = module == NULL ? NULL : (PyTypeObject *)PyObject_GetAttrString(module, "Sender");
+  self->of_legacy = PyUnicode_InternFromString("of_legacy");
+  self->place = PyUnicode_InternFromString("place");
+  self->owner_name = PyUnicode_InternFromString("owner");
+  if (self->sender_type == NULL || self->level == NULL || self->no_level == NULL) return -1;
+  return self->of_legacy == NULL || self->place == NULL || self->owner_name == NULL ? -1 : 0;
+}
+
+static PyObject *new_walk(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
+  static char *names[] = {"slots",  "tests",  "forms",   "data_ptr", "tensors", "senders", "writes", "failed",
+                          "result", "stream", "scratch", "bound",    "made",    "stream_slot", NULL};
+  PyObject *tests, *modes, *levels, *check, *data_ptr, *tensors, *senders, *writes, *failed, *result;
+  PyObject *stream = Py_None, *scratch = Py_None, *bound = Py_None, *made = Py_None;
+  int slots, stream_slot = -1;
+  if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "iO!(OO!O)OO!O!O!OO|OOOOi", names, &slots, &PyTuple_Type, &tests,
+                                   &modes, &PyDict_Type, &levels, &check, &data_ptr, &PyTuple_Type, &tensors,
+                                   &PyDict_Type, &senders, &PyTuple_Type, &writes, &failed, &result, &stream, &scratch,
+                                   &bound, &made, &stream_slot)) {
+    return NULL;
+  }
+  if (slots < 0 || slots > MOST_SLOTS || stream_slot >= slots) {
+    refuse("slots");
+    return NULL;
+  }
+  allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+  Walk *self = (Walk *)allocate(type, 0);
+  if (self == NULL) return NULL;
+  self->count = slots;
+  self->stream_slot = stream_slot;
+  self->modes = Py_NewRef(modes);
+  self->levels = Py_NewRef(levels);
+  self->check = Py_NewRef(check);
+  self->guarded = check == Py_None ? NULL : guarded_by(check);
+  self->data_ptr = Py_NewRef(data_ptr);
+  self->senders = Py_NewRef(senders);
+  self->failed = Py_NewRef(failed);
+  int refused = set_names(self, type) || set_pair(stream, &self->current, &self->device) ||
+                set_pair(scratch, &self->legacy, &self->place_of) || set_bound(self, bound) ||
+                set_tests(self, tests) || set_tensors(self, tensors) || set_made(self, made) ||
+                set_writes(self, writes) || set_result(self, result);
+  if (!refused && (self->current == NULL) != (self->halts != NULL)) refused = refuse("stream");
+  if (!refused && self->place_of != NULL && self->current == NULL) refused = refuse("scratch");
+  if (refused) {
+    Py_DECREF((PyObject *)self);
+    return NULL;
+  }
+  return (PyObject *)self;
+}
+
+// All that a walk refers to.
+static void each_reference(Walk *self, PyObject **found[REFERENCES]) {
+  PyObject **all[REFERENCES] = {&self->tests_known, &self->modes,   &self->levels,    &self->level, &self->no_level,
+                                &self->check,       &self->data_ptr, &self->failed,   &self->senders, &self->of_legacy,
+                                &self->place,       &self->owner_name, &self->current, &self->device, &self->legacy,
+                                &self->place_of,    &self->make,    &self->made_of,   &self->result};
+  memcpy(found, all, sizeof all);
+}
+
+static int visit_walk(PyObject *object, visitproc visit, void *arg) {
+  Walk *self = (Walk *)object;
+  PyObject **references[REFERENCES];
+  each_reference(self, references);
+  for (int i = 0; i < REFERENCES; i++) Py_VISIT(*references[i]);
+  Py_VISIT(self->halts);
+  Py_VISIT(self->claim);
+  Py_VISIT((PyObject *)self->sender_type);
+  for (int i = 0; i < BUCKETS; i++) {
+    Py_VISIT(self->buckets[i].key.place);
+    Py_VISIT(self->buckets[i].senders);
+  }
+  Py_VISIT(Py_TYPE(object));
+  return 0;
+}
+
+static int clear_walk(PyObject *object) {
+  Walk *self = (Walk *)object;
+  PyObject **references[REFERENCES];
+  each_reference(self, references);
+  for (int i = 0; i < REFERENCES; i++) Py_CLEAR(*references[i]);
+  Py_CLEAR(self->halts);
+  Py_CLEAR(self->claim);
+  Py_CLEAR(self->sender_type);
+  for (int i = 0; i < BUCKETS; i++) {
+    Py_CLEAR(self->buckets[i].key.place);
+    Py_CLEAR(self->buckets[i].senders);
+  }
+  return 0;
+}
+
+static void free_walk(PyObject *object) {
+  PyTypeObject *type = Py_TYPE(object);
+  PyObject_GC_UnTrack(object);
+  clear_walk(object);
+  for (int i = 0; i < MOST_LAUNCHES; i++) PyMem_Free(((Walk *)object)->source[i]);
+  freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+  release(object);
+  Py_DECREF((PyObject *)type);
+}
+
+static PyType_Slot slots[] = {
+    {Py_tp_doc, "The launches of calls of one form, by its table."},
+    {Py_tp_new, new_walk},
+    {Py_tp_dealloc, free_walk},
+    {Py_tp_traverse, visit_walk},
+    {Py_tp_clear, clear_walk},
+    {0, NULL},
+};
+
+PyType_Spec walk_spec = {
+    "cubin_runtime_accelerator.Walk", sizeof(Walk), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, slots,
+};

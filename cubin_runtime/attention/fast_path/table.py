@@ -1,0 +1,157 @@
+"""The table of a form of calls: what must hold for the arguments, where the launch's values come from, the result.
+
+``Path`` walks it in Python, the accelerator in C; both read the same rows. An argument is known by its slot: its place
+among the operator's parameters, or behind them, for the elements of arguments that are sequences, in their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from math import copysign
+from typing import Any, NamedTuple
+
+from ...values import dataclass
+from .guards import KnownForms
+
+SCALE_LIMIT = 2.0**127  # in size: a larger number is refused by the full path
+
+
+class Kind(IntEnum):
+    """What a test asks of an argument."""
+
+    IDENTICAL = 0  # it is `known`
+    EQUAL = 1  # of the type of `known`, and equal to it
+    OF_TYPE = 2  # of the type `known`
+    INTEGER = 3  # an int from `low` to `high`
+    SCALE = 4  # a float other than 0 that float32 can hold
+    SEQUENCE = 5  # of the type `known`, with `low` elements, which become slots
+    WORKSPACE = 6  # of the type `known`, in the context `low`; None: in any
+
+
+class ArgumentTest(NamedTuple):
+    """A test of the argument in ``slot``."""
+
+    kind: Kind
+    slot: int
+    known: Any = None
+    low: Any = 0
+    high: Any = 0
+
+    def holds(self, slots: list[Any]) -> bool:
+        """Return whether it holds; the elements of a sequence are put behind the other slots."""
+        return _HOLDS[self.kind](self, slots[self.slot], slots)
+
+
+def _is_equal(known: Any, value: Any) -> bool:
+    if type(value) is not type(known) or value != known:
+        return False
+    return type(known) is not float or copysign(1.0, value) == copysign(1.0, known)
+
+
+def _is_scale(value: Any) -> bool:
+    return type(value) is float and -SCALE_LIMIT <= value <= SCALE_LIMIT and value != 0.0
+
+
+def _unpacks(test: ArgumentTest, value: Any, slots: list[Any]) -> bool:
+    if type(value) is not test.known or len(value) != test.low:
+        return False
+    slots.extend(value)
+    return True
+
+
+_HOLDS: tuple[Callable[[ArgumentTest, Any, list[Any]], bool], ...] = (
+    lambda test, value, _: value is test.known,
+    lambda test, value, _: value is test.known or _is_equal(test.known, value),
+    lambda test, value, _: type(value) is test.known,
+    lambda test, value, _: type(value) is int and test.low <= value <= test.high,
+    lambda _, value, __: _is_scale(value),
+    _unpacks,
+    lambda test, value, _: type(value) is test.known and test.low in (None, value.context),
+)
+
+
+class TensorRow(NamedTuple):
+    """A tensor of the call: its slot, and what is read of it.
+
+    ``address_of`` reads the address; None: it does not count. It is as it was in the bits of ``mask``, and is no
+    null. ``keyed``: the senders are kept by it.
+    """
+
+    slot: int
+    address_of: Callable[[Any], int] | None = None
+    mask: int = 0
+    rest: int = 0
+    keyed: bool = False
+
+
+class Made(NamedTuple):
+    """A tensor that the call makes: by which function, of which tensors, and what reads its address, if that counts."""
+
+    make: Callable[..., Any]
+    tensors: tuple[int, ...]
+    address_of: Callable[[Any], int] | None
+
+
+class Address(NamedTuple):
+    """A value that is an address: the tensor, by its number (those that are made follow the others), and an offset."""
+
+    tensor: int
+    offset: int
+
+
+class Product(NamedTuple):
+    """A value that is the product from left to right of ``factors``: slots, which are ints, and constants."""
+
+    factors: tuple[int | float, ...]
+
+
+class Constant(NamedTuple):
+    """A value that is the same for all calls."""
+
+    value: Any
+
+
+class InScratch(NamedTuple):
+    """A value that is the address of a region of the scratch, by its number."""
+
+    region: int
+
+
+Source = Address | Product | Constant | InScratch
+
+
+class Compared(NamedTuple):
+    """Two addresses that are equal, or are not."""
+
+    one: Address
+    other: Address
+    equal: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallTable:
+    """A form of calls.
+
+    Attributes:
+        tests: of the arguments, in order.
+        tensors: those of the call, in order.
+        forms: the forms that they have.
+        compared: relations of their addresses.
+        values: where each value of the launch comes from, in order.
+        made: the tensors that the call makes.
+        result: slots of what the call returns, those of tensors that are made behind all others; a tuple of these, or
+            None for nothing.
+    """
+
+    tests: tuple[ArgumentTest, ...]
+    tensors: tuple[TensorRow, ...]
+    forms: KnownForms
+    compared: tuple[Compared, ...]
+    values: tuple[Source, ...]
+    made: tuple[Made, ...]
+    result: Any
+
+    def address(self, of: Address, addresses: Sequence[int]) -> int:
+        """The address, from those of the tensors."""
+        return addresses[of.tensor] + of.offset

@@ -1,0 +1,148 @@
+"""What sends the launches of a plan again and again, with most of their parameters kept from call to call."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ..errors import CubinRuntimeError
+from .history import LaunchHistory
+from .parameter_block import ParameterBlock
+from .prepared_launch import PreparedLaunch
+from .profiler import Profiler
+from .tensormap import TensorMapSpec
+
+if TYPE_CHECKING:
+    from .prepared import PreparedLaunches
+
+Sends = tuple[Callable[..., int], ...]  # of the launches in order: the written values to the driver's answer
+NOT_WRITTEN = (TypeError, ValueError, OverflowError, struct.error)  # a value does not fit its field
+_MAX_KEYS = 1024  # sets of resident addresses, such as the layers of a model
+_MAX_BYTES = 4096  # of parameters, which the accelerator copies to its stack
+
+
+class Maker(Protocol):
+    """Makes the function that sends one launch on a stream with these ``contents`` of its fields."""
+
+    def __call__(self, launch: PreparedLaunch, stream: int, contents: Mapping[str, object]) -> Callable[..., int]:
+        """The function of the values that are written."""
+        ...
+
+
+class Senders:
+    """Sends the launches of a plan by functions that are kept for the key of what stays; safe between threads.
+
+    ``written`` are for each launch the numbers of the values that its function takes, in order; ``by_key`` are the
+    functions that there are, in C if they are ``accelerated``. The oldest key makes room for a new one.
+    """
+
+    def __init__(self, prepared: PreparedLaunches, written: frozenset[int], make: Maker, *, accelerated: bool) -> None:
+        """``written`` are the numbers of the values that come at each call."""
+        self.written = tuple(
+            tuple(item.value for item in launch.inputs if item.value in written) for launch in prepared.launches
+        )
+        self.by_key: dict[Hashable, Sends] = {}
+        self.accelerated = accelerated
+        self._prepared, self._numbers, self._make = prepared, written, make
+        self._lock = threading.RLock()
+
+    def send(self, key: Hashable, stream: int, value: Callable[[int], Any]) -> None:
+        """Send the launches on a stream, which belongs to the key; ``value`` gives the value of a number.
+
+        Raises:
+            as ``PreparedLaunches.run``.
+        """
+        prepared = self._prepared
+        sends = self.by_key.get(key) or self._new(key, stream, prepared.values(value))
+        for number, (send, own) in enumerate(zip(sends, self.written, strict=True)):
+            values = [value(item) for item in own]
+            try:
+                code = send(*values)
+            except CubinRuntimeError:
+                raise
+            except NOT_WRITTEN as error:
+                raise prepared.unfit(error, prepared.values(value)) from error
+            if code and number:
+                raise prepared.failed(code)
+            if code:  # again, by what finds out why, or sends them where they belong
+                prepared.run(stream, *prepared.values(value))
+                return
+
+    def _new(self, key: Hashable, stream: int, values: Sequence[Any]) -> Sends:
+        """The functions for a key that had none, with these values where they are not written."""
+        prepared = self._prepared
+        contents = prepared.contents(values, written=self._numbers)
+        sends = tuple(self._make(launch, stream, own) for launch, own in zip(prepared.launches, contents, strict=True))
+        with self._lock:
+            while len(self.by_key) >= _MAX_KEYS and key not in self.by_key:
+                self.by_key.pop(next(iter(self.by_key)))
+            return self.by_key.setdefault(key, sends)
+
+
+def can_accelerate(launches: Sequence[PreparedLaunch], written: frozenset[int]) -> bool:
+    """Return whether the accelerator can write what is written at each call, which descriptors are not."""
+    inputs = (item for launch in launches for item in launch.inputs if item.value in written)
+    sizes = (launch.plan.layout.size for launch in launches)
+    return all(item.code for item in inputs) and max(sizes) <= _MAX_BYTES
+
+
+def in_c(module: Any, call: Any, history: LaunchHistory, written: frozenset[int]) -> Maker:
+    """Senders of the accelerator, which need no lock and no memory for each call; ``call`` is the driver's function."""
+    address = ctypes.cast(call, ctypes.c_void_p).value
+
+    def make(launch: PreparedLaunch, stream: int, contents: Mapping[str, object]) -> Callable[..., int]:
+        config = launch.config_on(stream)
+        sender = module.Sender(
+            call=address,
+            config=ctypes.addressof(config),
+            function=launch.function,
+            parameters=launch.plan.layout.pack(contents),
+            fields=tuple((item.field.offset, item.code) for item in launch.inputs if item.value in written),
+            launch=launch,
+            stream=stream,
+            record=history.record,
+            tick=history.tick,
+            kept=config,
+        )
+        return sender.send  # type: ignore[no-any-return]
+
+    return make
+
+
+def by_ctypes(
+    call: Callable[..., int],
+    history: LaunchHistory,
+    written: frozenset[int],
+    descriptor: Callable[[TensorMapSpec, int], bytes],
+    profiler: Profiler | None,
+) -> Maker:
+    """Senders in Python; ``descriptor`` encodes the map of a tensor that has moved.
+
+    A call has a block of parameters for itself: blocks wait in a list, whose ``pop`` and ``append`` are atomic, and a
+    thread that finds none makes one.
+    """
+    record, tick = history.record, history.tick
+
+    def make(launch: PreparedLaunch, stream: int, contents: Mapping[str, object]) -> Callable[..., int]:
+        own = [item for item in launch.inputs if item.value in written]
+        inputs = [item._replace(value=place) for place, item in enumerate(own)]
+        spare: list[ParameterBlock] = []
+
+        def send(*values: Any) -> int:
+            block = spare.pop() if spare else ParameterBlock(launch, contents, inputs)
+            block.write(values, descriptor)
+            record((launch, block.view.tobytes(), stream))
+            tick()
+            begin = profiler.enter(launch.plan.kernel) if profiler else 0.0
+            code = call(block.config_on(stream), block.function, block.arguments, None)
+            if profiler:
+                profiler.leave(begin)
+            spare.append(block)
+            return code
+
+        return send
+
+    return make

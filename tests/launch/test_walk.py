@@ -1,0 +1,453 @@
+"""The accelerator's walk of a table and its dispatch of calls, with numbers in the place of tensors."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from examples import DIGEST, LAYOUT, SYMBOL, cubin, kernel_facts, needs, plan
+
+from cubin_runtime.attention.fast_path.path import MISS
+from cubin_runtime.attention.fast_path.paths import Binding, Paths, add_path, new_paths
+from cubin_runtime.attention.fast_path.table import Kind, ArgumentTest
+from cubin_runtime.launch import accelerator
+from cubin_runtime.launch.driver import Driver, DriverCallError
+from cubin_runtime.launch.modules import ModuleCache
+from cubin_runtime.launch.prepared import PreparedLaunches
+from cubin_runtime.testing import StandIn
+
+pytestmark = pytest.mark.skipif(
+    accelerator.accelerator() is None, reason="cubin_runtime_accelerator is not installed: pip install ./accelerator"
+)
+NAMES = ("out", "batch", "scale")
+STREAM, PLACE = 0x5007, (0x200, 16)
+IN_PYTHON = "in Python"
+ADDRESS, PRODUCT = 0, 1
+
+
+class Legacy:
+    """A buffer of the legacy default stream, as a workspace has it."""
+
+    of_legacy = True
+    place = (0x100, 16)
+    owner = object()
+
+
+@dataclass
+class Surroundings:
+    """What a walk is made with: tensors are their addresses, odd ones are unlike the known."""
+
+    mode: int = 0
+    levels: dict[str, int] = field(default_factory=lambda: {"_current_level": -1})
+    stream: int = STREAM
+    legacy: Any = field(default_factory=Legacy)
+    places: dict[int, Any] = field(default_factory=lambda: {STREAM: PLACE})
+
+    def options(self, slots: int, tensors: Sequence[int]) -> dict[str, Any]:
+        return {
+            "slots": slots,
+            "tests": (),
+            "forms": (lambda: self.mode, self.levels, lambda *given: not any(tensor % 2 for tensor in given)),
+            "data_ptr": int,
+            "tensors": tuple((slot, True, False, 15, 0) for slot in tensors),
+            "result": None,
+            "stream": (lambda device: self.stream + device, 0),
+            "scratch": (self.legacy, lambda stream: self.places.get(stream)),
+        }
+
+
+class OnePath:
+    """A path that says when it is to walk its table in Python."""
+
+    def __init__(self, walk: Any) -> None:
+        self.walk = walk
+
+    def __call__(self, arguments: Sequence[Any]) -> Any:
+        return IN_PYTHON
+
+
+def address(tensor: int, offset: int = 0) -> tuple[int, int, int, tuple[Any, ...]]:
+    return ADDRESS, tensor, offset, ()
+
+
+def product(*factors: Any) -> tuple[int, int, int, tuple[Any, ...]]:
+    return PRODUCT, 0, 0, factors
+
+
+@pytest.fixture
+def around() -> Surroundings:
+    return Surroundings()
+
+
+Prepare = Callable[..., PreparedLaunches]
+
+
+@pytest.fixture
+def prepare(driver: Driver, standin: StandIn, context: int) -> Prepare:
+    standin.add_kernel(SYMBOL, (LAYOUT.size,))
+    cache = ModuleCache(driver, parse=lambda _: cubin(facts=kernel_facts()))
+    kernel = cache.kernel(context, DIGEST, SYMBOL, lambda: b"", needs(dynamic_shared_bytes=200000))
+
+    def of(launches: int = 1) -> PreparedLaunches:
+        plans = [plan(inputs={name: name for name in NAMES})] * launches
+        return PreparedLaunches(plans, [kernel] * launches, driver, NAMES)
+
+    return of
+
+
+class Sender:
+    """Sends calls by a walk, whose senders of the usual key there are."""
+
+    def __init__(
+        self, prepared: PreparedLaunches, around: Surroundings, writes: dict[int, Any], **options: Any
+    ) -> None:
+        """``writes`` are the sources of the values by their numbers."""
+        module: Any = accelerator.accelerator()
+        count = options.pop("slots", 2)
+        self.senders = prepared.senders(set(writes))
+        own = around.options(count, options.pop("of", (0,))) | options
+        rows = tuple(tuple(writes[number] for number in numbers) for numbers in self.senders.written)
+        self.walk = module.Walk(senders=self.senders.by_key, writes=rows, failed=prepared.failed, **own)
+        paths = new_paths(Binding.of([f"a{number}" for number in range(count)]))
+        paths.entries = (OnePath(self.walk),)
+        self.call = paths.send
+
+    def know(self, *key: Any, values: Sequence[Any] = (0x40, 1, 1.0)) -> None:
+        """Make the senders of a key, whose stream is the first of it."""
+        self.senders._new(key, key[0] if key else 0x77, values)
+
+
+def sent(standin: StandIn) -> list[tuple[str, Any, Any, Any]]:
+    """Stream and values of each launch that was not refused."""
+    launches = []
+    for call in standin.calls("cuLaunchKernelEx"):
+        if "failed" not in call.seen:
+            values = LAYOUT.unpack(bytes.fromhex(call.seen["parameter0"]))
+            launches.append((call.seen["stream"], *(values[name] for name in NAMES)))
+    return launches
+
+
+def test_addresses_and_products_are_written(prepare: Prepare, standin: StandIn, around: Surroundings) -> None:
+    writes = {0: address(0, 4), 1: product(1), 2: product(2, 0.25, 2)}
+    own = Sender(prepare(), around, writes, slots=3)
+    assert own.call(32, 5, 0.5) == IN_PYTHON  # no sender of that key yet: Python makes it
+    own.know(STREAM, PLACE)
+    assert own.call(32, 5, 0.5) is None
+    assert own.call(a1=-6, a0=48, a2=3) is None
+    assert sent(standin) == [(hex(STREAM), 36, 5, 0.0625), (hex(STREAM), 52, -6, 2.25)]
+
+
+@pytest.mark.parametrize(("tensor", "what"), [(33, "its form"), (40, "its alignment"), (0, "no address")])
+def test_tensors_unlike_the_known_ones_are_refused(
+    prepare: Prepare, standin: StandIn, around: Surroundings, tensor: int, what: str
+) -> None:
+    own = Sender(prepare(), around, {0: address(0)}, slots=1)
+    own.know(STREAM, PLACE)
+    assert own.call(16) is None
+    assert own.call(tensor) is MISS, what
+    around.mode = 1
+    assert own.call(16) is MISS
+    around.mode, around.levels["_current_level"] = 0, 0
+    assert own.call(16) is MISS, "a tensor may have a tangent"
+    around.levels.clear()
+    assert own.call(16) is MISS, "nothing is known of tangents"
+    assert len(sent(standin)) == 1
+
+
+TESTS: list[tuple[tuple[Any, ...], list[Any], list[Any]]] = [
+    ((Kind.IDENTICAL, 1, None, 0, 0), [None], [0, False, ""]),
+    ((Kind.IDENTICAL, 1, True, 0, 0), [True], [1, 1.0, None]),
+    ((Kind.EQUAL, 1, "NHD", 0, 0), ["NHD", "".join(["N", "HD"])], ["HND", None, b"NHD"]),
+    ((Kind.EQUAL, 1, 70000, 0, 0), [70000, 7 * 10**4], [70000.0, 70001, True, None]),
+    ((Kind.EQUAL, 1, 0.5, 0, 0), [0.5, 1 / 2], [0.25, 1, None]),
+    ((Kind.EQUAL, 1, 0.0, 0, 0), [0.0], [-0.0, 0, False]),
+    ((Kind.OF_TYPE, 1, int, 0, 0), [0, 1 << 70], [True, 0.0]),
+    ((Kind.INTEGER, 1, None, 3, 5), [3, 5], [2, 6, 1 << 70, -(1 << 70), 4.0, True, None]),
+    ((Kind.INTEGER, 1, None, 3, (1 << 63) - 1), [3, (1 << 63) - 1], [2, 1 << 63]),
+    (
+        (Kind.SCALE, 1, None, 0, 0),
+        [1.0, -(2.0**127), 5e-324],
+        [0.0, -0.0, 2.0**128, float("nan"), float("inf"), 1, "1"],
+    ),
+    ((Kind.SEQUENCE, 1, tuple, 2, 0), [(1, 2)], [[1, 2], (1,), (1, 2, 3), None]),
+    ((Kind.SEQUENCE, 1, list, 1, 0), [[1]], [(1,), []]),
+]
+
+
+@pytest.mark.parametrize(("test", "alike", "unlike"), TESTS, ids=[f"{row[0][0].name} {row[0][2]}" for row in TESTS])
+def test_arguments_are_tested_as_in_python(
+    prepare: Prepare, standin: StandIn, around: Surroundings, test: Any, alike: list[Any], unlike: list[Any]
+) -> None:
+    own = Sender(prepare(), around, {0: address(0)}, tests=(test,))
+    own.know(STREAM, PLACE)
+    for value in alike:
+        assert own.call(16, value) is None
+        assert ArgumentTest(*test).holds([16, value])
+    for value in unlike:
+        assert own.call(16, value) is MISS
+        assert not ArgumentTest(*test).holds([16, value])
+    assert len(sent(standin)) == len(alike)
+
+
+def test_elements_of_sequences_become_slots(prepare: Prepare, standin: StandIn, around: Surroundings) -> None:
+    tests = ((Kind.SEQUENCE, 1, tuple, 2, 0), (Kind.SEQUENCE, 2, list, 1, 0), (Kind.EQUAL, 4, 7, 0, 0))
+    own = Sender(prepare(), around, {0: address(0), 1: product(5)}, slots=3, of=(3,), tests=tests, result=(0, 5))
+    own.know(STREAM, PLACE)
+    assert own.call("first", (32, 7), [9]) == ("first", 9)
+    assert own.call("first", (32, 8), [9]) is MISS
+    assert sent(standin) == [(hex(STREAM), 32, 9, 1.0)]
+
+
+def test_senders_are_found_by_stream_scratch_and_addresses(
+    prepare: Prepare, standin: StandIn, around: Surroundings
+) -> None:
+    keyed = ((0, True, True, 0, 0), (1, True, True, 0, 0))
+    own = Sender(prepare(), around, {1: product(2)}, slots=3, tensors=keyed)
+    expected = []
+
+    def turn(number: int) -> tuple[int, int]:
+        stream = 0x5000 + number % 3
+        around.stream, around.places = stream, {stream: (0x200 + number % 5, 16)}
+        return 1024 + 2 * (number % 7), 2048 + 2 * number
+
+    for number in range(600):  # more than the walk remembers, so that they displace one another
+        addresses = turn(number)
+        own.know(around.stream, around.places[around.stream], *addresses, values=(number, None, 1.0))
+    for again in range(2):
+        for number in range(600):
+            assert own.call(*turn(number), again) is None
+            expected.append((hex(around.stream), number, again, 1.0))
+    assert sent(standin) == expected
+    around.places = {around.stream: (0x999, 16)}
+    assert own.call(1024, 2048, 1) == IN_PYTHON
+
+
+def test_the_legacy_stream_has_its_own_scratch(prepare: Prepare, standin: StandIn, around: Surroundings) -> None:
+    own = Sender(prepare(), around, {0: address(0)}, slots=1)
+    own.know(0, Legacy.place)
+    around.stream = 0
+    assert own.call(16) is None
+    around.legacy.of_legacy = False  # taken by another stream
+    assert own.call(16) == IN_PYTHON
+    around.stream = 7  # one without scratch
+    assert own.call(16) == IN_PYTHON
+    assert len(sent(standin)) == 1
+
+
+def test_a_call_that_names_its_stream_is_left_to_python(prepare: Prepare, around: Surroundings) -> None:
+    own = Sender(prepare(), around, {0: address(0)}, stream_slot=1)
+    own.know(STREAM, PLACE)
+    assert own.call(16, None) is None
+    assert own.call(16, STREAM) == IN_PYTHON
+
+
+@pytest.mark.parametrize("of_legacy", [False, True])
+def test_a_bound_step_is_sent_while_its_buffer_is_its_own(
+    prepare: Prepare, standin: StandIn, around: Surroundings, of_legacy: bool
+) -> None:
+    halts: list[str] = []
+    buffer, same = Legacy(), [True]
+    claim = (buffer, None, None) if of_legacy else (buffer, buffer.owner, lambda: same[0])
+    bound = {"stream": None, "scratch": None, "bound": (halts, claim)}
+    own = Sender(prepare(), around, {0: address(0)}, slots=1, **bound)
+    own.know()
+    assert own.call(16) is None
+    halts.append("closed")
+    assert own.call(16) == IN_PYTHON
+    halts.clear()
+    if of_legacy:
+        buffer.of_legacy = False
+    else:
+        same[0] = False
+    assert own.call(16) == IN_PYTHON
+    same[0], buffer.owner = True, object()
+    assert own.call(16) == IN_PYTHON
+    assert sent(standin) == [("0x77", 16, 1, 1.0)]
+
+
+def test_a_tensor_is_made_behind_all_refusals(prepare: Prepare, standin: StandIn, around: Surroundings) -> None:
+    made = []
+
+    def make(*sources: int) -> int:
+        made.append(sources)
+        return 4096
+
+    writes = {0: address(2), 1: product(2)}
+    rows = ((0, False, False, 0, 0), (1, False, False, 0, 0))
+    own = Sender(prepare(), around, writes, slots=3, tensors=rows, made=(make, (1, 0), True), result=3)
+    assert (own.call(3, 4, 1), own.call(2, 4, 1), made) == (MISS, IN_PYTHON, [])
+    own.know(STREAM, PLACE, values=(None, None, 1.0))
+    assert own.call(2, 4, 1) == 4096
+    assert made == [(4, 2)]
+    assert sent(standin) == [(hex(STREAM), 4096, 1, 1.0)]
+
+
+@pytest.mark.parametrize("number", [2**31, -(2**31) - 1, 1.5, "a", None])
+def test_a_number_that_does_not_fit_is_left_to_python(
+    prepare: Prepare, standin: StandIn, around: Surroundings, number: Any
+) -> None:
+    own = Sender(prepare(), around, {1: product(1)})
+    own.know(STREAM, PLACE)
+    assert own.call(16, number) == IN_PYTHON
+    assert sent(standin) == []
+
+
+@pytest.mark.parametrize("number", [1e30, "a", None])
+def test_a_product_that_does_not_fit_is_left_to_python(
+    prepare: Prepare, standin: StandIn, around: Surroundings, number: Any
+) -> None:
+    own = Sender(prepare(), around, {2: product(1, 1e30)})
+    own.know(STREAM, PLACE)
+    assert own.call(16, number) == IN_PYTHON
+    assert sent(standin) == []
+
+
+def test_what_the_driver_refuses_is_left_to_python(prepare: Prepare, standin: StandIn, around: Surroundings) -> None:
+    own = Sender(prepare(), around, {1: product(1)})
+    own.know(STREAM, PLACE)
+    standin.fail("cuLaunchKernelEx", 700)
+    assert own.call(16, 1) == IN_PYTHON
+
+
+@pytest.mark.parametrize("code", [1, 201, 700])
+def test_a_launch_refused_behind_others_raises_and_none_is_sent_again(
+    prepare: Prepare, standin: StandIn, around: Surroundings, code: int
+) -> None:
+    own = Sender(prepare(3), around, {1: product(1)})
+    own.know(STREAM, PLACE)
+    standin.fail("cuLaunchKernelEx", code, skip=1, times=1)
+    with pytest.raises(DriverCallError, match=f"cuLaunchKernelEx returned {code} "):
+        own.call(16, 7)
+    assert [batch for _, _, batch, _ in sent(standin)] == [7]
+    assert own.call(16, 8) is None
+    assert [batch for _, _, batch, _ in sent(standin)] == [7, 8, 8, 8]
+
+
+@pytest.mark.parametrize("part", ["forms", "data_ptr", "stream", "scratch"])
+def test_errors_of_what_it_calls_come_out(prepare: Prepare, around: Surroundings, part: str) -> None:
+    broken: Any = lambda *_: 1 // 0  # noqa: E731
+    parts = {"forms": (broken, {}, broken), "data_ptr": broken, "stream": (broken, 0), "scratch": (None, broken)}
+    own = Sender(prepare(), around, {0: address(0)}, slots=1, **{part: parts[part]})
+    with pytest.raises(ZeroDivisionError):
+        own.call(16)
+
+
+ROW = (0, True, False, 15, 0)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"slots": 97},
+        {"tests": ((Kind.WORKSPACE, 0, None, 0, 0),)},
+        {"tests": ((Kind.SCALE, 96, None, 0, 0),)},
+        {"tests": ((Kind.SEQUENCE, 0, dict, 0, 0),)},
+        {"tests": ((Kind.SCALE, 0, None, 0, 0),) * 200},
+        {"tensors": (ROW,) * 33},
+        {"tensors": ((0, True, True, 0, 0),) * 5},
+        {"tensors": ((96, True, False, 0, 0),)},
+        {"writes": ((address(2),),)},
+        {"writes": ((address(-1),),)},
+        {"writes": ((address(1),),)},  # of a tensor whose address is not read
+        {"writes": ((product(96),),)},
+        {"writes": ((product(),),)},
+        {"writes": ((product(*[1] * 9),),)},
+        {"writes": ((address(0),) * 65,)},
+        {"writes": ((),) * 5},
+        {"made": (int, (2,), True)},
+        {"made": (int, (-1,), True)},
+        {"result": 97},
+        {"result": (0, -1)},
+        {"stream": None},
+        {"stream_slot": 1},
+        {"bound": ({}, None)},
+    ],
+)
+def test_walks_that_would_read_elsewhere_cannot_be_made(change: dict[str, Any], around: Surroundings) -> None:
+    module: Any = accelerator.accelerator()
+    options = around.options(1, (0,)) | {"senders": {}, "writes": ((address(0),),), "failed": int}
+    options["tensors"] = (ROW, (0, False, False, 0, 0))
+    module.Walk(**options)
+    with pytest.raises(ValueError, match="not what was expected"):
+        module.Walk(**options | change)
+
+
+@pytest.mark.parametrize("accelerated", [False, True])
+def test_calls_are_bound_as_python_binds_them(monkeypatch: pytest.MonkeyPatch, accelerated: bool) -> None:
+    if not accelerated:
+        monkeypatch.setattr("cubin_runtime.attention.fast_path.paths.accelerator", lambda: None)
+
+    def operator(a: int, b: int, c: int = 3, *, d: int, e: int = 5) -> None: ...
+
+    class Same:
+        walk = None
+
+        def __call__(self, arguments: Sequence[Any]) -> Any:
+            return list(arguments)
+
+    paths = new_paths(Binding(inspect.signature(operator).parameters))
+    add_path(paths, Same(), 4)
+    assert paths.send(1, 2, d=4) == [1, 2, 3, 4, 5]
+    assert paths.send(1, d=4, b=2, c=7, e=6) == [1, 2, 7, 4, 6]
+    assert paths.send(**{"".join(["", "a"]): 1, "b": 2, "d": 4}) == [1, 2, 3, 4, 5]
+    wrong: list[tuple[tuple[int, ...], dict[str, int]]] = [((1, 2), {}), ((1, 2, 3, 4), {"d": 1})]
+    wrong += [((1, 2), {"d": 1, "a": 1}), ((1,), {"d": 1}), ((1, 2), {"d": 1, "f": 1})]
+    for arguments, options in wrong:
+        assert paths.send(*arguments, **options) is MISS
+
+
+@pytest.mark.parametrize("accelerated", [False, True])
+def test_paths_are_asked_in_turn_and_the_last_used_is_first(monkeypatch: pytest.MonkeyPatch, accelerated: bool) -> None:
+    if not accelerated:
+        monkeypatch.setattr("cubin_runtime.attention.fast_path.paths.accelerator", lambda: None)
+
+    class Of:
+        walk = None
+
+        def __init__(self, known: int) -> None:
+            self.known = known
+
+        def __call__(self, arguments: Sequence[Any]) -> Any:
+            return MISS if arguments[0] != self.known else f"path {self.known}"
+
+    paths: Paths = new_paths(Binding.of(["a"]), lambda a: f"otherwise {a}")
+    assert paths.send(1) == "otherwise 1"
+    for number in range(4):
+        add_path(paths, Of(number), 3)
+    assert [path.known for path in paths.entries] == [3, 2, 1]  # type: ignore[attr-defined]
+    assert [paths.send(number) for number in (2, 0, 1)] == ["path 2", "otherwise 0", "path 1"]
+    assert [path.known for path in paths.entries] == [1, 2, 3]  # type: ignore[attr-defined]
+    with pytest.raises(TypeError):
+        paths.send(1, 2)
+
+
+def test_a_walk_in_a_cycle_is_collected(prepare: Prepare, around: Surroundings) -> None:
+    class Holder:
+        own: Sender
+
+    holder = Holder()
+    holder.own = Sender(prepare(), around, {0: address(0)}, slots=1, data_ptr=lambda tensor, holder=holder: int(tensor))
+    holder.own.know(STREAM, PLACE)
+    assert holder.own.call(16) is None
+    gone = weakref.ref(holder)
+    del holder
+    gc.collect()
+    assert gone() is None
+
+
+def test_calls_leave_no_references_behind(prepare: Prepare, around: Surroundings) -> None:
+    own = Sender(prepare(), around, {0: address(0)}, tests=((Kind.SEQUENCE, 1, tuple, 1, 0),), result=(0, 2))
+    own.know(STREAM, PLACE)
+    blocks = []
+    for _ in range(3):
+        for tensor in range(1 << 20, (1 << 20) + 3200, 16):
+            assert own.call(tensor, (object(),)) is not MISS
+            assert own.call(tensor + 1, (1,)) is MISS
+        gc.collect()
+        blocks.append(len(gc.get_objects()))
+    assert blocks[1] == blocks[2]
