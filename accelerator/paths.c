@@ -12,9 +12,10 @@ typedef struct {
   Py_ssize_t count, first, by_position;  // calls leave out those before `first`
 } Paths;
 
-// The parameter that a keyword names, or -1: names of programs and of parameters are interned, as a rule.
-static Py_ssize_t index_of(const Paths *self, PyObject *name) {
-  for (Py_ssize_t i = self->first; i < self->count; i++) {
+// The parameter that a keyword names, or -1: names of programs and of parameters are interned, as a rule, and in order,
+// so that the one behind the last is tried first.
+static Py_ssize_t index_of(const Paths *self, PyObject *name, Py_ssize_t next) {
+  for (Py_ssize_t i = next; i < self->count; i++) {
     if (PyTuple_GetItem(self->names, i) == name) return i;
   }
   for (Py_ssize_t i = self->first; i < self->count; i++) {
@@ -29,10 +30,10 @@ static int bind(const Paths *self, PyObject *const *given, Py_ssize_t count, PyO
   for (Py_ssize_t i = 0; i < self->count; i++) slots[i] = NULL;
   for (Py_ssize_t i = 0; i < count; i++) slots[self->first + i] = given[i];
   Py_ssize_t named = keywords == NULL ? 0 : PyTuple_Size(keywords);
-  for (Py_ssize_t i = 0; i < named; i++) {
-    Py_ssize_t slot = index_of(self, PyTuple_GetItem(keywords, i));
-    if (slot < 0 || slots[slot] != NULL) return 0;
-    slots[slot] = given[count + i];
+  for (Py_ssize_t i = 0, next = self->first; i < named; i++, next++) {
+    next = index_of(self, PyTuple_GetItem(keywords, i), next);
+    if (next < 0 || slots[next] != NULL) return 0;
+    slots[next] = given[count + i];
   }
   for (Py_ssize_t i = 0; i < self->count; i++) {
     if (slots[i] != NULL) continue;

@@ -118,7 +118,7 @@ class _FullStep:
         self.stream = stream
         planned = zip(plan.operator.tensors, plan.specs, strict=True)
         self.free = tuple(arg for arg, spec in planned if spec is not None and arg.name not in arguments)
-        self._binding = Binding.of([arg.name for arg in self.free])
+        self._binding = Binding([arg.name for arg in self.free], {}, len(self.free))
         self._bound = dict(arguments)
         self._kept = kept
 
@@ -249,7 +249,7 @@ class BoundStep:
         )
         written = frozenset(number for number, value in enumerate(values) if type(value) is Address)
         bound = BoundPlace(full.stream, claim, self._halts)
-        paths = new_paths(Binding.of(names), partial(_again, ref(self), full, bound))
+        paths = new_paths(Binding(names, {}, len(names)), partial(_again, ref(self), full, bound))
         paths.entries = (Path(table, prepared, bound, written, len(names)),)
         if "closed" not in self._halts:
             self._send, self._claim = paths.send, claim

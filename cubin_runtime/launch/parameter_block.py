@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Callable, Collection, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 from .prepared_launch import Input, PreparedLaunch
@@ -18,7 +19,18 @@ class ParameterBlock:
     ``function`` and ``arguments`` are what the driver takes, ``view`` is the memory of the parameters.
     """
 
-    __slots__ = ("_by_reference", "_config", "_kept", "_maps", "_scalars", "arguments", "function", "launch", "view")
+    __slots__ = (
+        "_by_reference",
+        "_config",
+        "_kept",
+        "_maps",
+        "_rows",
+        "_scalars",
+        "arguments",
+        "function",
+        "launch",
+        "view",
+    )
 
     def __init__(
         self,
@@ -36,7 +48,8 @@ class ParameterBlock:
         arguments = (ctypes.c_void_p * 1)(start)
         self.arguments = ctypes.byref(arguments)
         self._kept = memory, arguments
-        self._scalars = [(_PUTTERS[code], field.offset, number) for field, number, code in inputs if code]
+        self._scalars = [(code, field.offset, number) for field, number, code in inputs if code]
+        self._rows = _rows(self._scalars)
         self._maps: list[list[Any]] = [
             [
                 field.offset,
@@ -63,8 +76,8 @@ class ParameterBlock:
             struct.error, TypeError, OverflowError: a value does not fit its field.
         """
         view = self.view
-        for put, offset, number in self._scalars:
-            put(view, offset, values[number])
+        for put, offset, of in self._rows:
+            put(view, offset, *of(values))
         for moving in self._maps:
             begin, end, number, spec, address = moving
             if maps is not None:
@@ -77,12 +90,12 @@ class ParameterBlock:
     def writing(self, moving: Collection[int]) -> Callable[[Sequence[Any], Mapping[int, bytes]], None]:
         """``write`` for the values of these numbers and the run's own descriptors, all else as it was."""
         view = self.view
-        scalars = [scalar for scalar in self._scalars if scalar[2] in moving]
+        rows = _rows([scalar for scalar in self._scalars if scalar[2] in moving])
         places = [(slice(begin, end), number) for begin, end, number, _, _ in self._maps]
 
         def write(values: Sequence[Any], maps: Mapping[int, bytes]) -> None:
-            for put, offset, number in scalars:
-                put(view, offset, values[number])
+            for put, offset, of in rows:
+                put(view, offset, *of(values))
             for place, number in places:
                 view[place] = maps[number]
 
@@ -94,7 +107,26 @@ class ParameterBlock:
         return self._by_reference
 
 
-_PUTTERS = {code: struct.Struct(f"<{code}").pack_into for code in "iIqQf"}
+_Row = tuple[Callable[..., None], int, Callable[[Sequence[Any]], Sequence[Any]]]
+
+
+def _rows(scalars: Sequence[tuple[str, int, int]]) -> list[_Row]:
+    """What writes fields without a gap between them at once: the function, the offset, and the values among all."""
+    runs: list[tuple[str, int, list[int]]] = []
+    for code, offset, number in sorted(scalars, key=itemgetter(1)):
+        if runs and runs[-1][1] + struct.calcsize(f"<{runs[-1][0]}") == offset:
+            codes, begin, numbers = runs.pop()
+            runs.append((codes + code, begin, [*numbers, number]))
+        else:
+            runs.append((code, offset, [number]))
+    return [(struct.Struct(f"<{codes}").pack_into, offset, _items(numbers)) for codes, offset, numbers in runs]
+
+
+def _items(numbers: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    if len(numbers) > 1:
+        return itemgetter(*numbers)
+    (number,) = numbers
+    return lambda values: (values[number],)
 
 
 def filled(layout: StructLayout, values: Mapping[str, object]) -> tuple[memoryview, int, Any]:

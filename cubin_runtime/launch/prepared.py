@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ..errors import AbiError, UsageError
 from . import driver_api as api
-from .accelerator import accelerator
 from .driver import Driver, DriverCallError
+from .history import LaunchHistory
 from .modules import LoadedKernel
 from .parameter_block import ParameterBlock
 from .plan import LaunchPlan
 from .prepared_launch import PreparedLaunch
+from .profiler import Profiler
 from .repeated import RepeatedLaunches
-from .senders import Senders, by_ctypes, can_accelerate, in_c
 from .streams import is_default
 from .structs import StructLayout
 from .tensormap import MovedDescriptors, TensorMapCache
@@ -38,9 +38,9 @@ class PreparedLaunches:
     be captured.
 
     ``run`` writes all values of the run; ``runs`` counts its calls, but for some of threads that call at once.
-    ``senders`` send for calls of which most values stay: descriptors of ``resident`` names are then encoded once for
-    each combination of addresses, others when they move. Each call has a block of parameters for itself: blocks wait
-    in plain lists, whose ``pop`` and ``append`` are atomic, and a thread that finds none makes one.
+    Descriptors are encoded again where a tensor has moved; ``Senders`` keep those of ``resident`` values. Each call has
+    a block of parameters for itself: blocks wait in a plain list, whose ``pop`` and ``append`` are atomic, and a thread
+    that finds none makes one.
     """
 
     def __init__(
@@ -68,8 +68,8 @@ class PreparedLaunches:
         self.names = tuple(names)
         # Not `or`: an empty cache is false.
         self._descriptors = TensorMapCache(driver) if descriptors is None else descriptors
-        self._descriptor = MovedDescriptors(self._descriptors, driver, self._context)
-        self._call = driver.function("cuLaunchKernelEx")
+        self.descriptor = MovedDescriptors(self._descriptors, driver, self._context)
+        self.call: Any = driver.function("cuLaunchKernelEx")
         self._lock = threading.RLock()
         self.runs = 0
         self._spare: list[list[ParameterBlock]] = []
@@ -92,16 +92,16 @@ class PreparedLaunches:
         try:
             blocks = self._spare.pop()
             for block in blocks:
-                block.write(values, self._descriptor, maps)
+                block.write(values, self.descriptor, maps)
         except _NOT_WRITTEN:
             blocks = self._new_blocks(values, maps)
-        history, profiler = self._driver.history(self._context), self._driver.profiler
+        history, profiler = self.history, self.profiler
         for number, block in enumerate(blocks):
             config, function, arguments = block.config_on(stream), block.function, block.arguments
             history.record((block.launch, block.view.tobytes(), stream))
             history.tick()
             begin = profiler.enter(block.launch.plan.kernel) if profiler else 0.0
-            code = self._call(config, function, arguments, None)
+            code = self.call(config, function, arguments, None)
             if profiler:
                 profiler.leave(begin)
             if code and self._again(code, stream, config, function, arguments):
@@ -113,7 +113,7 @@ class PreparedLaunches:
         for launch, contents in zip(self.launches, self.contents(values, written=frozenset(), maps=maps), strict=True):
             try:
                 blocks.append(ParameterBlock(launch, contents, launch.inputs, values))
-                blocks[-1].write(values, self._descriptor, maps)  # which notes whose descriptors they are
+                blocks[-1].write(values, self.descriptor, maps)  # which notes whose descriptors they are
             except UsageError as error:
                 # If the plan's own values are at fault, that is the error.
                 launch.plan.layout.pack(contents | {item.field.name: 0 for item in launch.inputs if item.code})
@@ -129,26 +129,20 @@ class PreparedLaunches:
         Raises:
             UsageError: a value does not fit its field.
         """
-        if self._driver.profiler is not None:
+        if self.profiler is not None:
             return None
         blocks = self._new_blocks(tuple(values), maps)
-        history = self._driver.history(self._context)
-        return RepeatedLaunches(blocks, stream, moving, self._call, history, self.failed)
+        return RepeatedLaunches(blocks, stream, moving, self.call, self.history, self.failed)
 
-    def senders(self, written: Collection[int]) -> Senders:
-        """What sends the launches with the values of the numbers ``written``; others are the same for all of a key."""
-        numbers, module, profiler = frozenset(written), accelerator(), self._driver.profiler
-        history = self._driver.history(self._context)
-        accelerated = module is not None and profiler is None and can_accelerate(self.launches, numbers)
-        if accelerated:
-            maker = in_c(module, self._call, history, numbers)
-        else:
-            maker = by_ctypes(self._call, history, numbers, self._descriptor, profiler)
-        return Senders(self, numbers, maker, accelerated=accelerated)
+    @property
+    def history(self) -> LaunchHistory:
+        """The last launches in the context."""
+        return self._driver.history(self._context)
 
-    def values(self, value: Callable[[int], Any]) -> tuple[Any, ...]:
-        """All values, by a function of their numbers."""
-        return tuple([value(number) for number in range(len(self.names))])
+    @property
+    def profiler(self) -> Profiler | None:
+        """The driver's, if it has one."""
+        return self._driver.profiler
 
     def unfit(self, error: Exception, values: Sequence[Any]) -> UsageError:
         """The error for a value that does not fit its field."""
@@ -200,7 +194,7 @@ class PreparedLaunches:
             if its != context:
                 return True
             with driver.using(context):
-                code = self._call(config, function, arguments, None)
+                code = self.call(config, function, arguments, None)
         if code:
             raise self.failed(code)
         return False

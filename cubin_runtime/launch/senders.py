@@ -5,18 +5,14 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from typing import Any, Protocol
 
 from ..errors import CubinRuntimeError
-from .history import LaunchHistory
+from .accelerator import accelerator
 from .parameter_block import ParameterBlock
+from .prepared import PreparedLaunches
 from .prepared_launch import PreparedLaunch
-from .profiler import Profiler
-from .tensormap import TensorMapSpec
-
-if TYPE_CHECKING:
-    from .prepared import PreparedLaunches
 
 Sends = tuple[Callable[..., int], ...]  # of the launches in order: the written values to the driver's answer
 NOT_WRITTEN = (TypeError, ValueError, OverflowError, struct.error)  # a value does not fit its field
@@ -49,26 +45,33 @@ class Senders:
         self._prepared, self._numbers, self._make = prepared, written, make
         self._lock = threading.RLock()
 
-    def send(self, key: Hashable, stream: int, value: Callable[[int], Any]) -> None:
-        """Send the launches on a stream, which belongs to the key; ``value`` gives the value of a number.
+    def send(
+        self,
+        key: Hashable,
+        stream: int,
+        written: Sequence[Sequence[Any]],
+        everything: Callable[[], Sequence[Any]],
+    ) -> None:
+        """Send the launches on a stream, which belongs to the key, with the values that are written for each.
+
+        ``everything`` gives all values.
 
         Raises:
             as ``PreparedLaunches.run``.
         """
         prepared = self._prepared
-        sends = self.by_key.get(key) or self._new(key, stream, prepared.values(value))
-        for number, (send, own) in enumerate(zip(sends, self.written, strict=True)):
-            values = [value(item) for item in own]
+        sends = self.by_key.get(key) or self._new(key, stream, everything())
+        for number, values in enumerate(written):
             try:
-                code = send(*values)
+                code = sends[number](*values)
             except CubinRuntimeError:
                 raise
             except NOT_WRITTEN as error:
-                raise prepared.unfit(error, prepared.values(value)) from error
+                raise prepared.unfit(error, everything()) from error
             if code and number:
                 raise prepared.failed(code)
             if code:  # again, by what finds out why, or sends them where they belong
-                prepared.run(stream, *prepared.values(value))
+                prepared.run(stream, *everything())
                 return
 
     def _new(self, key: Hashable, stream: int, values: Sequence[Any]) -> Sends:
@@ -82,16 +85,24 @@ class Senders:
             return self.by_key.setdefault(key, sends)
 
 
-def can_accelerate(launches: Sequence[PreparedLaunch], written: frozenset[int]) -> bool:
+def senders_of(prepared: PreparedLaunches, written: Collection[int]) -> Senders:
+    """What sends launches with the values of the numbers ``written``; others are the same for all of a key."""
+    numbers, module = frozenset(written), accelerator()
+    accelerated = module is not None and prepared.profiler is None and _can_accelerate(prepared.launches, numbers)
+    make = in_c(module, prepared, numbers) if accelerated else by_ctypes(prepared, numbers)
+    return Senders(prepared, numbers, make, accelerated=accelerated)
+
+
+def _can_accelerate(launches: Sequence[PreparedLaunch], written: frozenset[int]) -> bool:
     """Return whether the accelerator can write what is written at each call, which descriptors are not."""
     inputs = (item for launch in launches for item in launch.inputs if item.value in written)
     sizes = (launch.plan.layout.size for launch in launches)
     return all(item.code for item in inputs) and max(sizes) <= _MAX_BYTES
 
 
-def in_c(module: Any, call: Any, history: LaunchHistory, written: frozenset[int]) -> Maker:
-    """Senders of the accelerator, which need no lock and no memory for each call; ``call`` is the driver's function."""
-    address = ctypes.cast(call, ctypes.c_void_p).value
+def in_c(module: Any, prepared: PreparedLaunches, written: frozenset[int]) -> Maker:
+    """Senders of the accelerator, which need no lock and no memory for each call."""
+    address, history = ctypes.cast(prepared.call, ctypes.c_void_p).value, prepared.history
 
     def make(launch: PreparedLaunch, stream: int, contents: Mapping[str, object]) -> Callable[..., int]:
         config = launch.config_on(stream)
@@ -112,36 +123,39 @@ def in_c(module: Any, call: Any, history: LaunchHistory, written: frozenset[int]
     return make
 
 
-def by_ctypes(
-    call: Callable[..., int],
-    history: LaunchHistory,
-    written: frozenset[int],
-    descriptor: Callable[[TensorMapSpec, int], bytes],
-    profiler: Profiler | None,
-) -> Maker:
-    """Senders in Python; ``descriptor`` encodes the map of a tensor that has moved.
+def by_ctypes(prepared: PreparedLaunches, written: frozenset[int]) -> Maker:
+    """Senders in Python; descriptors of tensors that have moved are encoded again.
 
     A call has a block of parameters for itself: blocks wait in a list, whose ``pop`` and ``append`` are atomic, and a
     thread that finds none makes one.
     """
-    record, tick = history.record, history.tick
+    call, descriptor, profiler = prepared.call, prepared.descriptor, prepared.profiler
+    record, tick = prepared.history.record, prepared.history.tick
 
     def make(launch: PreparedLaunch, stream: int, contents: Mapping[str, object]) -> Callable[..., int]:
         own = [item for item in launch.inputs if item.value in written]
         inputs = [item._replace(value=place) for place, item in enumerate(own)]
-        spare: list[ParameterBlock] = []
+        spare: list[tuple[ParameterBlock, Any]] = []  # with their configurations
+
+        def new_block() -> tuple[ParameterBlock, Any]:
+            block = ParameterBlock(launch, contents, inputs)
+            return block, block.config_on(stream)
 
         def send(*values: Any) -> int:
-            block = spare.pop() if spare else ParameterBlock(launch, contents, inputs)
-            block.write(values, descriptor)
+            try:
+                block, config = own = spare.pop()
+            except IndexError:
+                block, config = own = new_block()
+            if values:
+                block.write(values, descriptor)
             record((launch, block.view.tobytes(), stream))
             tick()
             begin = profiler.enter(launch.plan.kernel) if profiler else 0.0
-            code = call(block.config_on(stream), block.function, block.arguments, None)
+            code = call(config, block.function, block.arguments, None)
             if profiler:
                 profiler.leave(begin)
-            spare.append(block)
-            return code
+            spare.append(own)
+            return int(code)
 
         return send
 

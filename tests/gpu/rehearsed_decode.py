@@ -25,13 +25,12 @@ from cubin_runtime import Config
 from cubin_runtime.artifacts.path import ArtifactPath
 from cubin_runtime.artifacts.tables.native_kernels import NativeKernel
 from cubin_runtime.attention import Runtime, operator_plan
+from cubin_runtime.attention.fast_path import path
 from cubin_runtime.attention.runtime import NativeRelease, PlanRuntime
 from cubin_runtime.kernels.native.constants import ATTENTION_TYPES
 from cubin_runtime.kernels.native.layouts import LAYOUTS
 from cubin_runtime.launch.driver import Driver
 from cubin_runtime.launch.plan import LaunchPlan
-from cubin_runtime.launch.prepared import Sending
-from cubin_runtime.launch.run_source import Expressions
 from cubin_runtime.launch.tensormap import TensorMapSpec
 from cubin_runtime.testing import GraphDriver
 from kernels_src.variants import VARIANTS, Variant
@@ -98,11 +97,6 @@ class RehearsedLaunches:
         self.launches, self.driver, self.names = list(zip(plans, kernels, strict=True)), driver, names
         self.runs = 0
 
-    def sending(self, expressions: Expressions) -> Sending:
-        """As ``PreparedLaunches.sending``."""
-        given = f"{expressions.stream}, {', '.join(expressions.values)}"
-        return Sending([f"rehearsed({given})"], {"rehearsed": self.run})
-
     def run(self, stream: int, *values: Any) -> None:
         self.runs += 1
         named = dict(zip(self.names, values, strict=True))
@@ -121,11 +115,25 @@ class RehearsedLaunches:
                 launch()
 
 
+class RehearsedSenders:
+    """In place of ``Senders``."""
+
+    written = ()
+    accelerated = False
+
+    def __init__(self, launches: RehearsedLaunches, _: frozenset[int]) -> None:
+        self.launches = launches
+
+    def send(self, _: object, stream: int, __: object, everything: Callable[[], Sequence[Any]]) -> None:
+        self.launches.run(stream, *everything())
+
+
 @contextmanager
 def rehearsal(library: Path, store: Path) -> Iterator[RehearsalRuntime]:
     """A runtime on the stand-in driver at ``library`` whose decodes are computed here."""
     driver, graphs = GraphDriver(library), {}
-    instantiate, launched, plain = driver.instantiate, driver.launch_graph, operator_plan.PreparedLaunches
+    instantiate, launched = driver.instantiate, driver.launch_graph
+    plain = operator_plan.PreparedLaunches, path.senders_of
     RehearsedLaunches.captured = []
 
     def keep(graph: int) -> int:
@@ -143,13 +151,13 @@ def rehearsal(library: Path, store: Path) -> Iterator[RehearsalRuntime]:
 
     driver.instantiate, driver.launch_graph = keep, replay
     driver.destroy_executable = lambda executable: None
-    operator_plan.PreparedLaunches = RehearsedLaunches
+    operator_plan.PreparedLaunches, path.senders_of = RehearsedLaunches, RehearsedSenders
     driver.set_current(driver.primary_context(0))
     try:
         yield RehearsalRuntime(driver, store)
     finally:
         driver.set_current(None)
-        operator_plan.PreparedLaunches = plain
+        operator_plan.PreparedLaunches, path.senders_of = plain
 
 
 def memory(address: int, dtype: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> np.ndarray:

@@ -15,6 +15,7 @@ from cubin_runtime.launch import accelerator
 from cubin_runtime.launch.driver import Driver, DriverCallError
 from cubin_runtime.launch.modules import ModuleCache
 from cubin_runtime.launch.prepared import OtherContextError, PreparedLaunches
+from cubin_runtime.launch.senders import senders_of
 from cubin_runtime.launch.structs import Field, StructLayout
 from cubin_runtime.testing import StandIn
 
@@ -27,9 +28,13 @@ Send = Callable[..., Any]
 
 def send(prepared: PreparedLaunches, make: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Send, bool]:
     """A function of the stream and the values, and whether the accelerator sends them."""
-    monkeypatch.setattr("cubin_runtime.launch.prepared.accelerator", lambda: make)
-    own = prepared.senders({0, 1, 2})
-    return lambda stream, *values: own.send(stream, stream, values.__getitem__), own.accelerated
+    monkeypatch.setattr("cubin_runtime.launch.senders.accelerator", lambda: make)
+    own = senders_of(prepared, {0, 1, 2})
+
+    def call(stream: int, *values: Any) -> None:
+        own.send(stream, stream, [[values[number] for number in numbers] for numbers in own.written], lambda: values)
+
+    return call, own.accelerated
 
 
 @pytest.fixture
@@ -184,11 +189,11 @@ def pair(driver: Driver, standin: StandIn, context: int) -> PreparedLaunches:
 
 def bound(prepared: PreparedLaunches, stream: int, values: tuple[Any, ...]) -> Send:
     """A function that sends everything as it was bound; what it gives where the stream is of another context."""
-    own = prepared.senders(())
+    own = senders_of(prepared, ())
 
     def run() -> str | None:
         try:
-            own.send((), stream, values.__getitem__)
+            own.send((), stream, [()] * len(own.written), lambda: values)
         except OtherContextError:
             return "else"
         return None

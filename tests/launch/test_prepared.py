@@ -15,7 +15,7 @@ from cubin_runtime.launch.driver_errors import DriverLibraryError
 from cubin_runtime.launch.modules import LoadedKernel, ModuleCache
 from cubin_runtime.launch.plan import LaunchAttributes, LaunchPlan
 from cubin_runtime.launch.prepared import PreparedLaunches
-from cubin_runtime.launch.senders import Senders
+from cubin_runtime.launch.senders import Senders, senders_of
 from cubin_runtime.launch.structs import Field, StructLayout
 from cubin_runtime.launch.tensormap import TensorMapCache, TensorMapError
 from cubin_runtime.testing import StandIn
@@ -32,7 +32,7 @@ def sent(standin: StandIn, index: int = -1) -> dict[str, object]:
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How launches are sent, by ctypes both."""
     if request.param == "senders":
-        monkeypatch.setattr("cubin_runtime.launch.prepared.accelerator", lambda: None)
+        monkeypatch.setattr("cubin_runtime.launch.senders.accelerator", lambda: None)
         in_full = PreparedLaunches.run
         kept: dict[PreparedLaunches, Senders] = {}
 
@@ -41,8 +41,9 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
                 in_full(self, stream, *values)
                 return
             written = set(range(len(self.names))) - self.resident
-            own = kept.get(self) or kept.setdefault(self, self.senders(written))
-            own.send((stream, *(values[number] for number in sorted(self.resident))), stream, values.__getitem__)
+            own = kept.get(self) or kept.setdefault(self, senders_of(self, written))
+            key = (stream, *(values[number] for number in sorted(self.resident)))
+            own.send(key, stream, [[values[n] for n in numbers] for numbers in own.written], lambda: values)
 
         monkeypatch.setattr(PreparedLaunches, "run", run)
     return str(request.param)
@@ -238,13 +239,13 @@ def test_an_input_of_an_unknown_field_is_refused() -> None:
 
 
 def test_many_sets_of_resident_addresses_do_not_pile_up(driver: Driver, kernel: LoadedKernel, standin: StandIn) -> None:
-    own = prepare(kernel, driver, "k", resident=("k",)).senders(())
+    own = senders_of(prepare(kernel, driver, "k", resident=("k",)), ())
     for layer in range(1100):
         address = 0x10000 * (layer + 1)
-        own.send((0x5001, address), 0x5001, (address,).__getitem__)
+        own.send((0x5001, address), 0x5001, [()], lambda address=address: (address,))
     assert len(own.by_key) == 1024
     standin.clear_log()
-    own.send((0x5001, 0x10000), 0x5001, (0x10000,).__getitem__)
+    own.send((0x5001, 0x10000), 0x5001, [()], lambda: (0x10000,))
     assert bytes(sent(standin)["k"])[:8] == (0x10000).to_bytes(8, "little")  # type: ignore[call-overload]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import inspect
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,11 +13,12 @@ from examples import DIGEST, LAYOUT, SYMBOL, cubin, kernel_facts, needs, plan
 
 from cubin_runtime.attention.fast_path.path import MISS
 from cubin_runtime.attention.fast_path.paths import Binding, Paths, add_path, new_paths
-from cubin_runtime.attention.fast_path.table import Kind, ArgumentTest
+from cubin_runtime.attention.fast_path.table import ArgumentTest, Kind
 from cubin_runtime.launch import accelerator
 from cubin_runtime.launch.driver import Driver, DriverCallError
 from cubin_runtime.launch.modules import ModuleCache
 from cubin_runtime.launch.prepared import PreparedLaunches
+from cubin_runtime.launch.senders import senders_of
 from cubin_runtime.testing import StandIn
 
 pytestmark = pytest.mark.skipif(
@@ -109,11 +109,11 @@ class Sender:
         """``writes`` are the sources of the values by their numbers."""
         module: Any = accelerator.accelerator()
         count = options.pop("slots", 2)
-        self.senders = prepared.senders(set(writes))
+        self.senders = senders_of(prepared, set(writes))
         own = around.options(count, options.pop("of", (0,))) | options
         rows = tuple(tuple(writes[number] for number in numbers) for numbers in self.senders.written)
         self.walk = module.Walk(senders=self.senders.by_key, writes=rows, failed=prepared.failed, **own)
-        paths = new_paths(Binding.of([f"a{number}" for number in range(count)]))
+        paths = new_paths(Binding([f"a{number}" for number in range(count)], {}, count))
         paths.entries = (OnePath(self.walk),)
         self.call = paths.send
 
@@ -390,7 +390,7 @@ def test_calls_are_bound_as_python_binds_them(monkeypatch: pytest.MonkeyPatch, a
         def __call__(self, arguments: Sequence[Any]) -> Any:
             return list(arguments)
 
-    paths = new_paths(Binding(inspect.signature(operator).parameters))
+    paths = new_paths(Binding.of(operator))
     add_path(paths, Same(), 4)
     assert paths.send(1, 2, d=4) == [1, 2, 3, 4, 5]
     assert paths.send(1, d=4, b=2, c=7, e=6) == [1, 2, 7, 4, 6]
@@ -415,7 +415,7 @@ def test_paths_are_asked_in_turn_and_the_last_used_is_first(monkeypatch: pytest.
         def __call__(self, arguments: Sequence[Any]) -> Any:
             return MISS if arguments[0] != self.known else f"path {self.known}"
 
-    paths: Paths = new_paths(Binding.of(["a"]), lambda a: f"otherwise {a}")
+    paths: Paths = new_paths(Binding(["a"], {}, 1), lambda a: f"otherwise {a}")
     assert paths.send(1) == "otherwise 1"
     for number in range(4):
         add_path(paths, Of(number), 3)

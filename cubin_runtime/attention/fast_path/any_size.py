@@ -16,8 +16,8 @@ from ...tensor import TensorView
 from .build import PathBuilder, UnlikeError
 from .notes import Family, Notes
 from .options import Signature
-from .path import MISS, Frame, PlaceFinder, complete, framed
-from .table import CallTable, InScratch, Kind, ArgumentTest
+from .path import MISS, Form, Frame, PlaceFinder
+from .table import ArgumentTest, CallTable, InScratch, Kind
 
 if TYPE_CHECKING:
     from ...launch.semaphore_workspace import AnyWorkspace
@@ -104,7 +104,7 @@ class SizedPath:
     ) -> None:
         """``sizes`` read the sizes of a call, ``numbers`` are the values that are no addresses, ``bound`` is the slot
         of the bound on the keys."""
-        self._table, self._place, self._plans, self._launch = table, place, plans, launch
+        self._form, self._place, self._plans, self._launch = Form(table), place, plans, launch
         self._sizes, self._bound = sizes, bound
         self._numbers = [value for number, value in enumerate(table.values) if number in numbers]
         own = (value for number, value in enumerate(table.values) if number not in numbers)
@@ -112,22 +112,22 @@ class SizedPath:
 
     def __call__(self, arguments: Sequence[Any]) -> Any:
         """The result of a call with these arguments in order, or ``MISS``."""
-        frame = framed(self._table, arguments)
-        place = None if frame is None else self._place.of_stream(frame.slots, frame.tensors[0])
-        if frame is None or place is None:
+        frame = self._form.frame(arguments)
+        stream = None if frame is None else self._place.stream_of(frame.slots, frame.tensors[0])
+        if frame is None or stream is None:
             return MISS
-        result = complete(self._table, frame)
+        result = self._form.complete(frame)
         bound = 0 if self._bound is None else frame.slots[self._bound]
         plan = self._plans.of(tuple([size(frame) for size in self._sizes]), bound)
         if plan is None:
             return MISS
         addresses, numbers = (
-            tuple([frame.value(source, place) for source in sources]) for sources in (self._addresses, self._numbers)
+            tuple([frame.value(source, ()) for source in sources]) for sources in (self._addresses, self._numbers)
         )
         slot, first = self._place.workspace_slot, frame.tensors[0]
         workspace = None if slot is None else frame.slots[slot]
-        self._launch(plan, addresses, numbers, workspace, first, place.stream)
-        self._place.record(frame.slots, first, place.stream, frame.tensors)
+        self._launch(plan, addresses, numbers, workspace, first, stream)
+        self._place.record(frame.slots, stream, frame.tensors)
         return result
 
 

@@ -14,6 +14,7 @@ from .options import Signature, is_immutable, is_runtime
 from .path import Path, PlaceFinder
 from .table import (
     Address,
+    ArgumentTest,
     CallTable,
     Compared,
     Constant,
@@ -23,7 +24,6 @@ from .table import (
     Product,
     Source,
     TensorRow,
-    ArgumentTest,
 )
 
 if TYPE_CHECKING:

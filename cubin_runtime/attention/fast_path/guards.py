@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Sequence
 from functools import cache
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from ...errors import CubinRuntimeError
@@ -86,15 +87,15 @@ class KnownForms:
             self._check = torch_guard([tensors[number].tensor for number in rest], of_any)
             if self._check is None:
                 self._each = [_torch_test(tensors[number], of) for number, of in zip(rest, of_any, strict=True)]
-            self._by_accelerator = accelerator() is not None
+            self._by_accelerator, self._plain = accelerator() is not None, frozenset(_plain_classes())
 
     @property
-    def accelerated(self) -> tuple[Callable[[], object], dict[str, Any], Callable[..., bool]] | None:
+    def accelerated(self) -> tuple[Callable[[], object], dict[str, Any], Callable[..., bool] | None] | None:
         """What tests the same in C: whether any mode intercepts calls, the names of torch's module of derivatives, and
-        the guard of all tensors; None: Python is to test them."""
-        if self._same or self._views or self._without_grad or self._check is None:
+        the guard of all tensors, which is None where there are no tensors; None: Python is to test them."""
+        if self._same or self._views or self._without_grad or (self._rest and self._check is None):
             return None
-        return self._modes, self._levels, self._check
+        return (self._modes, self._levels, self._check) if self._rest else (bool, {}, None)
 
     def are_of(self, tensors: Sequence[Any]) -> bool:
         """Return whether tensors have these forms."""
@@ -113,9 +114,14 @@ class KnownForms:
         others = [tensors[number] for number in self._rest]
         if self._check is None:
             return all(test(other) for test, other in zip(self._each, others, strict=True))
-        if not self._by_accelerator and not all(is_plain(other) and not other.is_nested for other in others):
+        if not self._by_accelerator and not (
+            self._plain.issuperset(map(type, others)) and not any(map(_nested, others))
+        ):
             return False
         return self._check(*others)
+
+
+_nested = attrgetter("is_nested")
 
 
 def _view_test(view: TensorView, any_size: bool) -> Callable[[Any], bool]:

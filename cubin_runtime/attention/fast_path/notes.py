@@ -11,10 +11,9 @@ from ...provenance import traced_call
 if TYPE_CHECKING:
     from ...launch.prepared import PreparedLaunches
     from ..memory import TensorMemory
-    from .paths import Paths
 
 
-FastPaths = dict[int, "Paths"]  # of each operator, by its number
+FastPaths = dict[int, Any]  # the ``Paths`` of each operator, by its number
 
 
 class Scratch(NamedTuple):

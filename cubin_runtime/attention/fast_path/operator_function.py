@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 from ...provenance import number_of
-from ..process import default, default_runtime, runtime_of
+from ..process import default, runtime_of
 from ..torch_ops import TorchOp, is_intercepted
 from .any_size import any_size_path, is_second
 from .build import new_path
@@ -28,6 +28,7 @@ _MOST = 16  # paths of one operator
 _MOST_OF_FAMILIES = 8
 FULL_RUNS = 3  # to build a path takes longer than a call, so calls of a form seen this often get one
 _numbers = count()
+_NONE: FastPaths = {}
 
 
 class _State:
@@ -35,6 +36,7 @@ class _State:
 
     suspended = 0
     compiling: Callable[[], bool]
+    runtime_type: type = type(None)  # that of runtimes, once there is one: an import in each call would take longer
 
 
 def _compiling() -> bool:
@@ -154,7 +156,7 @@ def operator_function(
     def decorate(full: FunctionT) -> FunctionT:
         signature = Signature(tuple(inspect.signature(full).parameters), scales, bound, frozenset(memory), contents)
         known = _Operator(full, signature, op(full) if op else None, any_size=any_size)
-        is_method = signature.parameters[0] == "self"
+        number, is_method = known.number, known.is_method
 
         @wraps(full)
         def operator(*arguments: Any, **options: Any) -> Any:
@@ -162,15 +164,15 @@ def operator_function(
                 return known.op.call(known.bound(arguments, options))
             if is_method:
                 holder = arguments[0]
-            elif options.get("runtime") is None:
-                holder = default.runtime or default_runtime()
             else:
-                holder = runtime_of(options["runtime"])
-            if not _state.suspended:
-                result = known.sent(holder, arguments, options)
+                named = options.get("runtime")
+                holder = named if type(named) is _state.runtime_type else default.runtime
+            paths = _NONE if holder is None else holder.fast_paths
+            if number in paths and not _state.suspended:
+                result = paths[number].send(*arguments, **options)
                 if result is not MISS:
                     return result
-            return known.call(holder, arguments, options)
+            return known.call(arguments, options)
 
         known.function = operator
         if known.op is not None:
@@ -189,7 +191,8 @@ class _Operator:
     def __init__(self, full: Callable[..., Any], signature: Signature, op: TorchOp | None, *, any_size: bool) -> None:
         self.op = op
         self._full, self._signature, self._any_size = full, signature, any_size
-        self._binding, self._number = Binding(inspect.signature(full).parameters), next(_numbers)
+        self._binding, self.number = Binding.of(full), next(_numbers)
+        self.is_method = signature.parameters[0] == "self"
 
     def bound(self, arguments: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments of a call by name, defaults among them.
@@ -203,16 +206,20 @@ class _Operator:
             raise TypeError(f"{self._full.__name__}: unexpected arguments")
         return dict(zip(self._binding.names, given, strict=True))
 
-    def sent(self, holder: Any, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
-        """The result of a call that one of the holder's paths sent, or ``MISS``."""
-        paths = holder.fast_paths.get(self._number)
-        result = MISS if paths is None else paths.send(*arguments, **options)
-        if self._any_size and result is MISS:
-            paths = holder.family_paths.get(self._number)
-            result = MISS if paths is None else paths.send(*arguments, **options)
-        return result
+    def call(self, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
+        """A call of no path: by one of calls of any size, or else by the full path."""
+        if self.is_method:
+            holder = arguments[0]
+        else:
+            holder = runtime_of(options.get("runtime"))
+            _state.runtime_type = type(holder)
+        if self._any_size and self.number in holder.family_paths and not _state.suspended:
+            result = holder.family_paths[self.number].send(*arguments, **options)
+            if result is not MISS:
+                return result
+        return self._call_in_full(holder, arguments, options)
 
-    def call(self, holder: Any, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
+    def _call_in_full(self, holder: Any, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
         """The full path, from whose notes a path is built for calls like one that is made again and again."""
         given = self.bound(arguments, options)
         if self.op is not None and is_intercepted(list(given.values())):
@@ -240,14 +247,15 @@ class _Operator:
         if path is None:
             return
         add_path(self._paths(holder.fast_paths), path, _MOST)
-        whole = _whole(holder) if self._binding.names[0] == "self" else None
+        whole = _whole(holder) if self.is_method else None
         if whole is not None:
             own = new_paths(self._binding.without_instance(), partial(self.function, _twin(whole)))
             own.entries = (path,)
             _give_method(whole, self._full.__name__, own.send)
 
     def _paths(self, of_operators: FastPaths) -> Paths:
-        return of_operators.setdefault(self._number, new_paths(self._binding))
+        paths: Paths = of_operators.setdefault(self.number, new_paths(self._binding))
+        return paths
 
 
 def full_path(operator: FunctionT) -> FunctionT:

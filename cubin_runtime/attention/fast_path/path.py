@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from ...errors import CubinRuntimeError, WorkspaceError
 from ...launch.accelerator import accelerator
 from ...launch.prepared import OtherContextError, PreparedLaunches
-from ...launch.senders import Senders
+from ...launch.senders import Senders, senders_of
 from ...launch.streams import stream_handle
 from ...tensor import TensorView
 from .notes import Launched, Scratch
 from .options import record_use
-from .table import Address, CallTable, Constant, Product, Source
+from .table import Address, CallTable, Constant, Product, Source, address_reader, all_hold, product, value_reader
 
 if TYPE_CHECKING:
     from ...launch.buffers import EagerClaim
@@ -34,11 +34,11 @@ MISS = object()  # what a path gives for a call that is not of its form, before 
 
 
 class Place(NamedTuple):
-    """Where a call is sent: its stream, what its senders are kept by, and the addresses of the scratch's regions."""
+    """Where a call is sent: its stream, and its scratch's workspace and place there, if it has any."""
 
     stream: int
-    key: tuple[Hashable, ...]
-    regions: Callable[[], Sequence[int]]
+    workspace: Any = None
+    place: Hashable = None
 
 
 class PlaceFinder:
@@ -48,12 +48,10 @@ class PlaceFinder:
         """``first`` is a call's first tensor; ``stream`` and ``workspace`` are the slots of those arguments."""
         self.device, self.scratch = launched.device, launched.scratch
         self.stream_slot, self.workspace_slot = stream, workspace
-        self._of_view = type(first) is TensorView
-        self._memory = launched.memory
-        self.query = None if self._memory is None or self._of_view else self._memory.stream_query()
-        self.place_of = (
-            None if self.scratch is None or workspace is not None else _finder(self.scratch, launched.context)
-        )
+        self._memory, is_view = launched.memory, type(first) is TensorView
+        self.query = None if self._memory is None or is_view else self._memory.stream_query()
+        own = self.scratch if workspace is None else None
+        self.place_of = None if own is None else _finder(own, launched.context)
 
     def current(self, first: Any) -> int:
         """The stream of a call that names none."""
@@ -61,44 +59,48 @@ class PlaceFinder:
             return self.query(self.device)
         return 0 if self._memory is None else self._memory.current_stream(first)
 
-    def of_stream(self, slots: Sequence[Any], first: Any) -> Place | None:
-        """The place of a call but for its scratch; None: the stream is none, which the full path says."""
+    def stream_of(self, slots: Sequence[Any], first: Any) -> int | None:
+        """The stream of a call; None: it names none that is one, which the full path says."""
         stream = None if self.stream_slot is None else slots[self.stream_slot]
+        if stream is None:
+            return self.current(first)
         try:
-            handle = self.current(first) if stream is None else stream_handle(stream)
+            return stream_handle(stream)
         except CubinRuntimeError:  # the full path may refuse another argument first
             return None
-        return Place(handle, (handle,), tuple)
 
     def find(self, slots: Sequence[Any], first: Any) -> Place | None:
         """The place of a call; None: the full path finds it, or says why there is none."""
-        there, scratch = self.of_stream(slots, first), self.scratch
-        if there is None or scratch is None:
-            return there
-        handle = there.stream
-        if self.workspace_slot is None:
-            place = self._own(scratch, handle)
-            workspace = None if place is None else scratch.workspace_on(handle)
-        else:
+        handle, scratch = self.stream_of(slots, first), self.scratch
+        if handle is None:
+            return None
+        if scratch is None:
+            return Place(handle)
+        if self.workspace_slot is not None:
             workspace = slots[self.workspace_slot]
             try:
-                place = workspace.claim(handle)
+                return Place(handle, workspace, workspace.claim(handle))
             except CubinRuntimeError:
                 return None
-        if place is None:
-            return None
-        return Place(handle, (handle, place), lambda: scratch.regions_at(workspace, place))
-
-    def _own(self, scratch: Scratch, handle: int) -> Any:
-        """The place in the plan's own workspace of a stream, or None."""
         if handle or scratch.legacy is None:
-            return None if self.place_of is None else self.place_of(handle)
-        return scratch.legacy.place if scratch.legacy.of_legacy else None
+            place = None if self.place_of is None else self.place_of(handle)
+        else:
+            place = scratch.legacy.place if scratch.legacy.of_legacy else None
+        return None if place is None else Place(handle, None, place)
 
-    def record(self, slots: Sequence[Any], first: Any, stream: int, tensors: Sequence[Any]) -> None:
+    def regions(self, place: Place) -> Sequence[int]:
+        """The addresses of the scratch's regions."""
+        scratch = self.scratch
+        if scratch is None:
+            return ()
+        workspace = scratch.workspace_on(place.stream) if self.workspace_slot is None else place.workspace
+        return scratch.regions_at(workspace, place.place)
+
+    def record(self, slots: Sequence[Any], stream: int, tensors: Sequence[Any]) -> None:
         """Tell torch's allocator of tensors that are used on another stream than the current one."""
-        named = self.stream_slot is not None and slots[self.stream_slot] is not None
-        if named and self._memory is not None and stream != self.current(first):
+        if self.stream_slot is None or slots[self.stream_slot] is None or self._memory is None:
+            return
+        if stream != self.current(tensors[0]):
             used = [tensor for tensor in tensors if hasattr(tensor, "record_stream")]
             if used:
                 record_use(stream, self.device, used)
@@ -110,7 +112,7 @@ class BoundPlace:
     stream_slot = workspace_slot = query = scratch = place_of = None
 
     def __init__(self, stream: int, claim: EagerClaim | None, halts: list[str]) -> None:
-        self._place = Place(stream, (), tuple)
+        self._place = Place(stream)
         self.claim, self.halts = claim, halts
 
     @property
@@ -122,7 +124,11 @@ class BoundPlace:
         """As ``PlaceFinder``."""
         return self._place if self.holds else None
 
-    def record(self, slots: Sequence[Any], first: Any, stream: int, tensors: Sequence[Any]) -> None:
+    def regions(self, place: Place) -> Sequence[int]:
+        """As ``PlaceFinder``; the regions stay where they are."""
+        return ()
+
+    def record(self, slots: Sequence[Any], stream: int, tensors: Sequence[Any]) -> None:
         """As ``PlaceFinder``; who binds a stream keeps the tensors that it uses."""
 
 
@@ -150,48 +156,56 @@ class Frame(NamedTuple):
     tensors: list[Any]
     addresses: list[int]
 
-    def value(self, source: Source, place: Place) -> Any:
-        """A value of the launch."""
+    def value(self, source: Source, regions: Sequence[int]) -> Any:
+        """A value of the launch, with the addresses of the scratch's regions."""
         if type(source) is Address:
             return self.addresses[source.tensor] + source.offset
         if type(source) is Product:
-            first, *others = [self.slots[of] if type(of) is int else of for of in source.factors]
-            for other in others:
-                first = first * other
-            return first
-        return source.value if type(source) is Constant else place.regions()[source.region]  # type: ignore[union-attr]
+            return product(source.factors, self.slots)
+        return source.value if type(source) is Constant else regions[source.region]  # type: ignore[union-attr]
 
 
-def framed(table: CallTable, arguments: Sequence[Any]) -> Frame | None:
-    """The frame of a call, up to the tensors that it makes; None: it is not of the table's form."""
-    slots = list(arguments)
-    if not all(test.holds(slots) for test in table.tests):
-        return None
-    tensors = [slots[row.slot] for row in table.tensors]
-    if not table.forms.are_of(tensors):
-        return None
-    addresses = [
-        0 if row.address_of is None else row.address_of(of) for row, of in zip(table.tensors, tensors, strict=True)
-    ]
-    for row, address in zip(table.tensors, addresses, strict=True):
-        if row.address_of is not None and (not address or address & row.mask != row.rest):
+class Form:
+    """The calls of a table's form: up to what they make, and the result."""
+
+    def __init__(self, table: CallTable) -> None:
+        self._hold, self._addresses = all_hold(table.tests), address_reader(table.tensors)
+        self._slots = [row.slot for row in table.tensors]
+        self._forms, self._compared, self._made, self._result = table.forms, table.compared, table.made, table.result
+
+    def frame(self, arguments: Sequence[Any]) -> Frame | None:
+        """The frame of a call, without what it makes; None: it is not of this form."""
+        slots = list(arguments)
+        if not self._hold(slots):
             return None
-    for one, other, equal in table.compared:
-        if (table.address(one, addresses) == table.address(other, addresses)) != equal:
+        tensors = [slots[slot] for slot in self._slots]
+        if not self._forms.are_of(tensors):
             return None
-    return Frame(slots, tensors, addresses)
+        addresses = self._addresses(tensors)
+        if addresses is None or (self._compared and not self._are_related(addresses)):
+            return None
+        return Frame(slots, tensors, addresses)
 
+    def _are_related(self, addresses: Sequence[int]) -> bool:
+        return all(
+            (addresses[one] + offset == addresses[other] + beyond) == equal
+            for (one, offset), (other, beyond), equal in self._compared
+        )
 
-def complete(table: CallTable, frame: Frame) -> Any:
-    """Make the tensors that a call makes, once nothing refuses it; the result."""
-    for made in table.made:
-        tensor = made.make(*(frame.tensors[number] for number in made.tensors))
-        frame.tensors.append(tensor)
-        frame.addresses.append(0 if made.address_of is None else made.address_of(tensor))
-    items = [*frame.slots, *frame.tensors[len(table.tensors) :]]
-    if type(table.result) is tuple:
-        return tuple(items[slot] for slot in table.result)
-    return None if table.result is None else items[table.result]
+    def complete(self, frame: Frame) -> Any:
+        """Make the tensors that a call makes, once nothing refuses it; the result."""
+        slots, tensors, addresses = frame
+        items = slots
+        if self._made:
+            items = slots.copy()
+            for made in self._made:
+                tensor = made.make(*[tensors[number] for number in made.tensors])
+                tensors.append(tensor)
+                items.append(tensor)
+                addresses.append(0 if made.address_of is None else made.address_of(tensor))
+        if type(self._result) is tuple:
+            return tuple([items[slot] for slot in self._result])
+        return None if self._result is None else items[self._result]
 
 
 class Path:
@@ -207,28 +221,43 @@ class Path:
     ) -> None:
         """``written`` are the numbers of the values that differ between calls whose keys are the same, ``arguments`` is
         the number of the operator's parameters."""
-        self._table, self._place, self._senders = table, place, prepared.senders(written)
+        self._form, self._place, self._senders = Form(table), place, senders_of(prepared, written)
+        self._values = table.values
         self._keyed = [number for number, row in enumerate(table.tensors) if row.keyed]
+        self._written = [value_reader([table.values[number] for number in own]) for own in self._senders.written]
+        self._by_place = isinstance(place, PlaceFinder)
         self.walk = accelerated_walk(table, arguments, prepared, self._senders, place)
 
     def __call__(self, arguments: Sequence[Any]) -> Any:
         """The result of a call with these arguments in order, or ``MISS``."""
-        table = self._table
-        frame = framed(table, arguments)
+        form = self._form
+        frame = form.frame(arguments)
         if frame is None:
             return MISS
-        first = frame.tensors[0] if frame.tensors else None
-        place = self._place.find(frame.slots, first)
+        slots, tensors, addresses = frame
+        place = self._place.find(slots, tensors[0] if tensors else None)
         if place is None:
             return MISS
-        result = complete(table, frame)
-        key = (*place.key, *(frame.addresses[number] for number in self._keyed))
+        result = form.complete(frame)
+        key = self._key(place, addresses)
         try:
-            self._senders.send(key, place.stream, lambda number: frame.value(table.values[number], place))
+            written = [read(slots, addresses) for read in self._written]
+            self._senders.send(key, place.stream, written, lambda: self._everything(frame, place))
         except OtherContextError:  # whose launches the full path makes
             return MISS
-        self._place.record(frame.slots, first, place.stream, frame.tensors)
+        self._place.record(slots, place.stream, tensors)
         return result
+
+    def _key(self, place: Place, addresses: Sequence[int]) -> tuple[Hashable, ...]:
+        """What the senders are kept by."""
+        keyed = [addresses[number] for number in self._keyed]
+        if not self._by_place:
+            return tuple(keyed)
+        return (place.stream, *keyed) if place.place is None else (place.stream, place.place, *keyed)
+
+    def _everything(self, frame: Frame, place: Place) -> tuple[Any, ...]:
+        regions = self._place.regions(place)
+        return tuple([frame.value(source, regions) for source in self._values])
 
 
 def accelerated_walk(

@@ -13,37 +13,41 @@ from .path import MISS, AnyPath
 class Binding:
     """The parameters of an operator, by which a call's arguments become a sequence in their order."""
 
-    def __init__(self, parameters: Mapping[str, inspect.Parameter], first: int = 0) -> None:
-        """Calls leave out the ``first`` parameters: an instance, in calls of its method."""
-        own = list(parameters.values())
-        self.names, self.first = tuple(parameters), first
-        self.by_position = sum(parameter.kind is not parameter.KEYWORD_ONLY for parameter in own) - first
-        self.defaults = {p.name: p.default for p in own if p.default is not p.empty} | dict.fromkeys(self.names[:first])
+    def __init__(self, names: Sequence[str], defaults: Mapping[str, Any], by_position: int, first: int = 0) -> None:
+        """Calls leave out the ``first`` parameters, which are None then, and pass ``by_position`` of the others so."""
+        self.names, self.first, self.by_position = tuple(names), first, by_position
+        self.defaults = {**defaults, **dict.fromkeys(self.names[:first])}
+        self._slots = {name: slot for slot, name in enumerate(self.names)}
+        self.empty = tuple(self.defaults.get(name, MISS) for name in self.names)  # a call without arguments
+        self._required = [slot for slot, default in enumerate(self.empty) if default is MISS]
 
     @classmethod
-    def of(cls, names: Sequence[str]) -> Binding:
-        """Of parameters that may be passed by position or name, all of them."""
-        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        return cls({name: inspect.Parameter(name, kind) for name in names})
+    def of(cls, operator: Callable[..., Any]) -> Binding:
+        """Of a function's parameters."""
+        own = list(inspect.signature(operator).parameters.values())
+        defaults = {parameter.name: parameter.default for parameter in own if parameter.default is not parameter.empty}
+        by_position = sum(parameter.kind is not parameter.KEYWORD_ONLY for parameter in own)
+        return cls([parameter.name for parameter in own], defaults, by_position)
 
     def without_instance(self) -> Binding:
         """The same for calls of a method of an instance."""
-        own = Binding.__new__(Binding)
-        own.names, own.first, own.by_position = self.names, 1, self.by_position - 1
-        own.defaults = {**self.defaults, self.names[0]: None}
-        return own
+        return Binding(self.names, self.defaults, self.by_position - 1, 1)
 
     def in_order(self, arguments: Sequence[Any], options: Mapping[str, Any]) -> list[Any] | None:
         """The arguments of a call in the order of the parameters; None: they are not as the operator takes them."""
         if len(arguments) > self.by_position:
             return None
-        given = dict(zip(self.names[self.first :], arguments, strict=False))
-        known = {**self.defaults, **given, **options}
-        twice = [name for name in options if name in given]
-        if twice or len(known) != len(self.names):
-            return None
-        missing = [name for name in self.names if name not in known]
-        return None if missing else [known[name] for name in self.names]
+        behind, slots = self.first + len(arguments), self._slots
+        given = [*self.empty[: self.first], *arguments, *self.empty[behind:]]
+        for name, value in options.items():
+            slot = slots.get(name, -1)
+            if slot < behind:  # unknown, or given by position too
+                return None
+            given[slot] = value
+        for slot in self._required:
+            if given[slot] is MISS:
+                return None
+        return given
 
 
 class Paths(Protocol):
@@ -63,7 +67,7 @@ def new_paths(binding: Binding, otherwise: Callable[..., Any] | None = None) -> 
         return _Paths(binding, otherwise)
     return module.Paths(  # type: ignore[no-any-return]
         names=binding.names,
-        defaults=tuple(binding.defaults.get(name, MISS) for name in binding.names),
+        defaults=binding.empty,
         missing=MISS,
         first=binding.first,
         by_position=binding.by_position,

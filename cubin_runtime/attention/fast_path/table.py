@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 from math import copysign
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from ...values import dataclass
@@ -69,6 +70,31 @@ _HOLDS: tuple[Callable[[ArgumentTest, Any, list[Any]], bool], ...] = (
     _unpacks,
     lambda test, value, _: type(value) is test.known and test.low in (None, value.context),
 )
+
+
+def all_hold(tests: Sequence[ArgumentTest]) -> Callable[[list[Any]], bool]:
+    """A function that returns whether all tests hold for a call's slots, as ``holds`` says of each.
+
+    Options that are as they were are most of them: those are compared at once, by type, then by value.
+    """
+    at_once = [test.kind <= Kind.EQUAL and repr(test.known) not in ("0.0", "-0.0") for test in tests]
+    fixed = [test for test, is_fixed in zip(tests, at_once, strict=True) if is_fixed]
+    rest = [test for test, is_fixed in zip(tests, at_once, strict=True) if not is_fixed]
+    slots, known = [test.slot for test in fixed], tuple(test.known for test in fixed)
+    types = tuple(map(type, known))
+    # Of one slot, an itemgetter gives no tuple.
+    read: Callable[[list[Any]], Any] = (
+        itemgetter(*slots) if len(slots) > 1 else lambda own: tuple(own[s] for s in slots)
+    )
+
+    def hold(own: list[Any]) -> bool:
+        for test in rest:
+            if not test.holds(own):
+                return False
+        values = read(own)
+        return tuple(map(type, values)) == types and values == known
+
+    return hold
 
 
 class TensorRow(NamedTuple):
@@ -152,6 +178,46 @@ class CallTable:
     made: tuple[Made, ...]
     result: Any
 
-    def address(self, of: Address, addresses: Sequence[int]) -> int:
-        """The address, from those of the tensors."""
-        return addresses[of.tensor] + of.offset
+
+def address_reader(rows: Sequence[TensorRow]) -> Callable[[Sequence[Any]], list[int] | None]:
+    """A function that gives the tensors' addresses, 0 for those that do not count; None: one is null, or differs in the
+    bits that count."""
+    counted = [(number, row.address_of, row.mask, row.rest) for number, row in enumerate(rows) if row.address_of]
+    count = len(rows)
+
+    def read(tensors: Sequence[Any]) -> list[int] | None:
+        addresses = [0] * count
+        for number, address_of, mask, rest in counted:
+            address = address_of(tensors[number])
+            if not address or address & mask != rest:
+                return None
+            addresses[number] = address
+        return addresses
+
+    return read
+
+
+def value_reader(sources: Sequence[Source]) -> Callable[[Sequence[Any], Sequence[int]], list[Any]]:
+    """A function that gives the values of sources that need no place, from a call's slots and addresses."""
+    rows: list[tuple[int, int, tuple[int | float, ...] | None]] = []
+    for source in sources:
+        is_address = type(source) is Address
+        rows.append((source.tensor, source.offset, None) if is_address else (0, 0, source.factors))  # type: ignore[union-attr]
+
+    def read(slots: Sequence[Any], addresses: Sequence[int]) -> list[Any]:
+        return [
+            addresses[tensor] + offset if factors is None else product(factors, slots)
+            for tensor, offset, factors in rows
+        ]
+
+    return read
+
+
+def product(factors: Sequence[int | float], slots: Sequence[Any]) -> Any:
+    """The product from left to right of a ``Product``."""
+    if len(factors) == 1:
+        return slots[factors[0]]  # type: ignore[index]
+    first, *others = [slots[factor] if type(factor) is int else factor for factor in factors]
+    for other in others:
+        first = first * other
+    return first

@@ -32,7 +32,7 @@ def is_used(row: Any) -> bool:
 def sending(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """What sends the launches of fast paths."""
     if request.param == "ctypes":
-        for module in ("launch.prepared", "attention.fast_path.guards", *WALKERS):
+        for module in ("launch.senders", "attention.fast_path.guards", *WALKERS):
             monkeypatch.setattr(f"cubin_runtime.{module}.accelerator", lambda: None)
     elif accelerator.accelerator() is None:
         pytest.skip("cubin_runtime_accelerator is not installed: pip install ./accelerator")

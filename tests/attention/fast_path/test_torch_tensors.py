@@ -16,7 +16,7 @@ from cubin_runtime.attention.fast_path import guards
 from cubin_runtime.compat import flashinfer
 from cubin_runtime.errors import UsageError
 from cubin_runtime.kernels.native.decode.params import PAGED_DECODE_TMA
-from cubin_runtime.launch import prepared
+from cubin_runtime.launch import senders
 from cubin_runtime.testing import StandIn
 
 torch = pytest.importorskip("torch")
@@ -30,7 +30,7 @@ def runtime(runtime: Runtime, request: pytest.FixtureRequest, monkeypatch: pytes
     runtime.memory = memory_of_host_tensors(monkeypatch)
     if request.param == "guards without accelerator":
         monkeypatch.setattr(guards, "accelerator", lambda: None)
-        monkeypatch.setattr(prepared, "accelerator", lambda: None)
+        monkeypatch.setattr(senders, "accelerator", lambda: None)
     if request.param == "attributes":
         monkeypatch.setattr(guards, "_guards_work", lambda: False)
     return runtime
