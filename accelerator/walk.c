@@ -3,12 +3,14 @@
 
 #include "sender.h"
 
+#include <limits.h>
 #include <math.h>
 #include <string.h>
 
-enum { BUCKETS = 256, REFERENCES = 19 };
-enum { IDENTICAL, EQUAL, OF_TYPE, INTEGER, SCALE, SEQUENCE };  // `Kind` of table.py, but for workspaces
+enum { BUCKETS = 256, REFERENCES = 21 };
+enum { IDENTICAL, EQUAL, OF_TYPE, INTEGER, SCALE, SEQUENCE, WORKSPACE };  // `Kind` of table.py
 enum { ADDRESS, PRODUCT };
+enum { SLOT, TENSOR, CONSTANT };  // kinds of sizes, as in path.py
 
 #define SCALE_LIMIT 0x1p127
 
@@ -58,13 +60,19 @@ struct Walk {
   PyObject *tests_known;  // holds what the tests refer to
   PyObject *modes, *levels, *level, *no_level, *check, *data_ptr, *failed, *senders, *of_legacy, *place, *owner_name;
   PyObject *current, *device;            // NULL: the stream is not part of the key
-  PyObject *legacy, *place_of;           // NULL: no scratch; `legacy` alone may be None
+  PyObject *legacy, *place_of;           // NULL: no scratch of its own; `legacy` alone may be None
+  PyObject *context_name, *claim_name;
   PyObject *make, *made_of;              // NULL: no tensor is made
   PyObject *halts, *claim;               // NULL: nothing halts it
+  PyObject *by_size, *size_of;           // NULL: a call's sizes do not matter; else the walks by their sizes
   PyTypeObject *sender_type;
   PyObject *guarded;  // what `check` calls, borrowed from it, or NULL
   PyObject *result;   // None, a slot, or a tuple of slots
-  int count, stream_slot, tests, tensors, keyed, launches, made_counts;
+  int count, stream_slot, workspace_slot, tests, tensors, keyed, launches, made_counts, sizes;
+  struct {
+    int kind;
+    long long number;
+  } size[MOST_TENSORS];
   Test test[MOST_SLOTS + MOST_FIELDS];
   Row row[MOST_TENSORS];
   int counts[MOST_LAUNCHES];
@@ -127,7 +135,19 @@ static int unpack(PyObject *value, const Test *test, Call *call) {
   return 1;
 }
 
-static int holds(const Test *test, Call *call) {
+// The type and the context of a workspace are `known`; None: of any context.
+static int is_workspace(const Walk *self, PyObject *value, const Test *test) {
+  if ((PyObject *)Py_TYPE(value) != PyTuple_GetItem(test->known, 0)) return 0;
+  PyObject *known = PyTuple_GetItem(test->known, 1);
+  if (known == Py_None) return 1;
+  PyObject *context = PyObject_GetAttr(value, self->context_name);
+  if (context == NULL) return FAILED;
+  int is_known = PyObject_RichCompareBool(context, known, Py_EQ);
+  Py_DECREF(context);
+  return is_known;
+}
+
+static int holds(const Walk *self, const Test *test, Call *call) {
   PyObject *value = call->slots[test->slot];
   switch (test->kind) {
     case IDENTICAL:
@@ -140,6 +160,8 @@ static int holds(const Test *test, Call *call) {
       return is_within(value, test);
     case SCALE:
       return is_scale(value);
+    case WORKSPACE:
+      return is_workspace(self, value, test);
     default:
       return unpack(value, test, call);
   }
@@ -147,7 +169,7 @@ static int holds(const Test *test, Call *call) {
 
 static int test_arguments(const Walk *self, Call *call) {
   for (int i = 0; i < self->tests; i++) {
-    int held = holds(&self->test[i], call);
+    int held = holds(self, &self->test[i], call);
     if (held != 1) return held < 0 ? FAILED : UNLIKE;
   }
   return SENT;
@@ -198,16 +220,23 @@ static int read_addresses(const Walk *self, Call *call) {
 }
 
 // Where the scratch of a launch on the stream is: a new reference, to None if Python is to say, or NULL.
-static PyObject *find_place(const Walk *self, uint64_t stream) {
-  if (!stream && self->legacy != Py_None) {
+static PyObject *find_place(const Walk *self, const Call *call) {
+  uint64_t stream = call->key.stream;
+  if (self->workspace_slot < 0 && !stream && self->legacy != Py_None) {
     int is_own = truth(PyObject_GetAttr(self->legacy, self->of_legacy));
     if (is_own < 0) return NULL;
     return is_own ? PyObject_GetAttr(self->legacy, self->place) : Py_NewRef(Py_None);
   }
   PyObject *handle = PyLong_FromUnsignedLongLong(stream);
   if (handle == NULL) return NULL;
-  PyObject *place = call_one(self->place_of, handle);
+  PyObject *place = self->workspace_slot < 0
+                        ? call_one(self->place_of, handle)
+                        : PyObject_CallMethodObjArgs(call->slots[self->workspace_slot], self->claim_name, handle, NULL);
   Py_DECREF(handle);
+  if (place == NULL && self->workspace_slot >= 0) {
+    PyErr_Clear();  // Python claims it again, and says what is wrong
+    return Py_NewRef(Py_None);
+  }
   return place;
 }
 
@@ -233,8 +262,8 @@ static int find_key(const Walk *self, Call *call) {
   if (self->halts != NULL) return is_ready(self);
   if (self->stream_slot >= 0 && call->slots[self->stream_slot] != Py_None) return OTHERWISE;
   if (read_word(self->current, self->device, &call->key.stream) == FAILED) return FAILED;
-  if (self->place_of == NULL) return SENT;
-  call->key.place = find_place(self, call->key.stream);
+  if (self->place_of == NULL && self->workspace_slot < 0) return SENT;
+  call->key.place = find_place(self, call);
   if (call->key.place == NULL) return FAILED;
   return call->key.place == Py_None ? OTHERWISE : SENT;
 }
@@ -389,13 +418,49 @@ static int send_by_key(Walk *self, Call *call, PyObject **result) {
   return *result == NULL ? FAILED : SENT;
 }
 
+static PyObject *size_at(const Walk *self, int i, const Call *call) {
+  long long number = self->size[i].number;
+  if (self->size[i].kind == SLOT) return Py_NewRef(call->slots[number]);
+  if (self->size[i].kind == CONSTANT) return PyLong_FromLongLong(number);
+  return PyObject_CallFunction(self->size_of, "Oi", call->tensors[number], 0);
+}
+
+// The walk of calls of these sizes, a new reference; NULL without an error: Python is to make it.
+static Walk *walk_of_size(const Walk *self, const Call *call) {
+  PyObject *sizes = PyTuple_New(self->sizes);
+  for (int i = 0; i < self->sizes && sizes != NULL; i++) {
+    PyObject *size = size_at(self, i, call);
+    if (size == NULL) Py_CLEAR(sizes);
+    else PyTuple_SetItem(sizes, i, size);
+  }
+  if (sizes == NULL) return NULL;
+  PyObject *found = PyDict_GetItemWithError(self->by_size, sizes);
+  Py_XINCREF(found);
+  Py_DECREF(sizes);
+  return (Walk *)found;
+}
+
+static int send_call(Walk *self, Call *call, PyObject **result) {
+  int done = read_addresses(self, call);
+  if (done == SENT) done = find_key(self, call);
+  return done == SENT ? send_by_key(self, call, result) : done;
+}
+
+// A call whose sizes choose the launches; what their walk refuses Python launches, by their plan.
+static int send_sized(Walk *self, Call *call, PyObject **result) {
+  Walk *own = walk_of_size(self, call);
+  if (own == NULL) return PyErr_Occurred() ? FAILED : OTHERWISE;
+  int done = test_arguments(own, call);
+  if (done == SENT) done = send_call(own, call, result);
+  Py_DECREF((PyObject *)own);
+  return done == UNLIKE ? OTHERWISE : done;
+}
+
 int walk(Walk *self, PyObject **slots, PyObject **result) {
   Call call = {.slots = slots, .count = self->count, .owned = self->count};
   int done = test_arguments(self, &call);
   if (done == SENT) done = test_forms(self, &call);
-  if (done == SENT) done = read_addresses(self, &call);
-  if (done == SENT) done = find_key(self, &call);
-  if (done == SENT) done = send_by_key(self, &call, result);
+  if (done == SENT) done = self->by_size ? send_sized(self, &call, result) : send_call(self, &call, result);
   Py_XDECREF(call.key.place);
   Py_XDECREF(call.made);
   while (call.count > call.owned) Py_DECREF(call.slots[--call.count]);
@@ -419,8 +484,11 @@ static int set_tests(Walk *self, PyObject *tests) {
                           &test->high)) {
       return -1;
     }
-    if (test->kind < IDENTICAL || test->kind > SEQUENCE || !is_slot(self, test->slot)) return refuse("tests");
+    if (test->kind < IDENTICAL || test->kind > WORKSPACE || !is_slot(self, test->slot)) return refuse("tests");
     if (test->kind == SEQUENCE && test->known != (PyObject *)&PyTuple_Type && test->known != (PyObject *)&PyList_Type) {
+      return refuse("tests");
+    }
+    if (test->kind == WORKSPACE && (!PyTuple_CheckExact(test->known) || PyTuple_Size(test->known) != 2)) {
       return refuse("tests");
     }
   }
@@ -541,6 +609,26 @@ static int set_bound(Walk *self, PyObject *bound) {
   return PyList_CheckExact(self->halts) && is_claim ? 0 : refuse("bound");
 }
 
+static int set_by_size(Walk *self, PyObject *by_size) {
+  if (by_size == Py_None) return 0;
+  PyObject *walks, *sizes, *size_of;
+  if (!PyArg_ParseTuple(by_size, "O!O!O", &PyDict_Type, &walks, &PyTuple_Type, &sizes, &size_of)) return -1;
+  Py_ssize_t count = PyTuple_Size(sizes);
+  if (count > MOST_TENSORS) return refuse("by_size");
+  for (Py_ssize_t i = 0; i < count; i++) {
+    if (!PyArg_ParseTuple(PyTuple_GetItem(sizes, i), "iL", &self->size[i].kind, &self->size[i].number)) return -1;
+    int kind = self->size[i].kind;
+    long long most = kind == SLOT ? self->count : kind == TENSOR ? self->tensors : LLONG_MAX;
+    if (kind < SLOT || kind > CONSTANT || self->size[i].number < 0 || self->size[i].number >= most) {
+      return refuse("by_size");
+    }
+  }
+  self->sizes = (int)count;
+  self->by_size = Py_NewRef(walks);
+  self->size_of = Py_NewRef(size_of);
+  return 0;
+}
+
 static int set_names(Walk *self, PyTypeObject *type) {
   PyObject *module = PyType_GetModule(type);
   self->level = PyUnicode_InternFromString("_current_level");
@@ -549,23 +637,27 @@ static int set_names(Walk *self, PyTypeObject *type) {
   self->of_legacy = PyUnicode_InternFromString("of_legacy");
   self->place = PyUnicode_InternFromString("place");
   self->owner_name = PyUnicode_InternFromString("owner");
+  self->context_name = PyUnicode_InternFromString("context");
+  self->claim_name = PyUnicode_InternFromString("claim");
+  if (self->context_name == NULL || self->claim_name == NULL) return -1;
   if (self->sender_type == NULL || self->level == NULL || self->no_level == NULL) return -1;
   return self->of_legacy == NULL || self->place == NULL || self->owner_name == NULL ? -1 : 0;
 }
 
 static PyObject *new_walk(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
   static char *names[] = {"slots",  "tests",  "forms",   "data_ptr", "tensors", "senders", "writes", "failed",
-                          "result", "stream", "scratch", "bound",    "made",    "stream_slot", NULL};
+                          "result", "stream", "scratch", "bound",    "made",    "stream_slot", "by_size",
+                          "workspace_slot", NULL};
   PyObject *tests, *modes, *levels, *check, *data_ptr, *tensors, *senders, *writes, *failed, *result;
-  PyObject *stream = Py_None, *scratch = Py_None, *bound = Py_None, *made = Py_None;
-  int slots, stream_slot = -1;
-  if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "iO!(OO!O)OO!O!O!OO|OOOOi", names, &slots, &PyTuple_Type, &tests,
+  PyObject *stream = Py_None, *scratch = Py_None, *bound = Py_None, *made = Py_None, *by_size = Py_None;
+  int slots, stream_slot = -1, workspace_slot = -1;
+  if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "iO!(OO!O)OO!O!O!OO|OOOOiOi", names, &slots, &PyTuple_Type, &tests,
                                    &modes, &PyDict_Type, &levels, &check, &data_ptr, &PyTuple_Type, &tensors,
                                    &PyDict_Type, &senders, &PyTuple_Type, &writes, &failed, &result, &stream, &scratch,
-                                   &bound, &made, &stream_slot)) {
+                                   &bound, &made, &stream_slot, &by_size, &workspace_slot)) {
     return NULL;
   }
-  if (slots < 0 || slots > MOST_SLOTS || stream_slot >= slots) {
+  if (slots < 0 || slots > MOST_SLOTS || stream_slot >= slots || workspace_slot >= slots) {
     refuse("slots");
     return NULL;
   }
@@ -574,6 +666,7 @@ static PyObject *new_walk(PyTypeObject *type, PyObject *arguments, PyObject *key
   if (self == NULL) return NULL;
   self->count = slots;
   self->stream_slot = stream_slot;
+  self->workspace_slot = workspace_slot;
   self->modes = Py_NewRef(modes);
   self->levels = Py_NewRef(levels);
   self->check = Py_NewRef(check);
@@ -584,7 +677,7 @@ static PyObject *new_walk(PyTypeObject *type, PyObject *arguments, PyObject *key
   int refused = set_names(self, type) || set_pair(stream, &self->current, &self->device) ||
                 set_pair(scratch, &self->legacy, &self->place_of) || set_bound(self, bound) ||
                 set_tests(self, tests) || set_tensors(self, tensors) || set_made(self, made) ||
-                set_writes(self, writes) || set_result(self, result);
+                set_by_size(self, by_size) || set_writes(self, writes) || set_result(self, result);
   if (!refused && (self->current == NULL) != (self->halts != NULL)) refused = refuse("stream");
   if (!refused && self->place_of != NULL && self->current == NULL) refused = refuse("scratch");
   if (refused) {
@@ -599,7 +692,8 @@ static void each_reference(Walk *self, PyObject **found[REFERENCES]) {
   PyObject **all[REFERENCES] = {&self->tests_known, &self->modes,   &self->levels,    &self->level, &self->no_level,
                                 &self->check,       &self->data_ptr, &self->failed,   &self->senders, &self->of_legacy,
                                 &self->place,       &self->owner_name, &self->current, &self->device, &self->legacy,
-                                &self->place_of,    &self->make,    &self->made_of,   &self->result};
+                                &self->place_of,    &self->make,    &self->made_of,   &self->result,  &self->context_name,
+                                &self->claim_name};
   memcpy(found, all, sizeof all);
 }
 
@@ -610,6 +704,8 @@ static int visit_walk(PyObject *object, visitproc visit, void *arg) {
   for (int i = 0; i < REFERENCES; i++) Py_VISIT(*references[i]);
   Py_VISIT(self->halts);
   Py_VISIT(self->claim);
+  Py_VISIT(self->by_size);
+  Py_VISIT(self->size_of);
   Py_VISIT((PyObject *)self->sender_type);
   for (int i = 0; i < BUCKETS; i++) {
     Py_VISIT(self->buckets[i].key.place);
@@ -626,6 +722,8 @@ static int clear_walk(PyObject *object) {
   for (int i = 0; i < REFERENCES; i++) Py_CLEAR(*references[i]);
   Py_CLEAR(self->halts);
   Py_CLEAR(self->claim);
+  Py_CLEAR(self->by_size);
+  Py_CLEAR(self->size_of);
   Py_CLEAR(self->sender_type);
   for (int i = 0; i < BUCKETS; i++) {
     Py_CLEAR(self->buckets[i].key.place);

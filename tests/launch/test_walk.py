@@ -246,6 +246,46 @@ def test_a_call_that_names_its_stream_is_left_to_python(prepare: Prepare, around
     assert own.call(16, STREAM) == IN_PYTHON
 
 
+class Workspace:
+    """One that a call names."""
+
+    def __init__(self, context: int = 0xC000) -> None:
+        self.context = context
+
+    def claim(self, stream: int) -> tuple[int, int]:
+        if stream != STREAM:
+            raise ValueError("another stream has it")
+        return PLACE
+
+
+def test_a_call_may_name_its_workspace(prepare: Prepare, standin: StandIn, around: Surroundings) -> None:
+    tests = ((Kind.WORKSPACE, 1, (Workspace, 0xC000), 0, 0),)
+    own = Sender(prepare(), around, {0: address(0)}, tests=tests, scratch=None, workspace_slot=1)
+    own.know(STREAM, PLACE)
+    assert own.call(16, Workspace()) is None
+    assert own.call(16, Workspace(0xD000)) is MISS
+    assert own.call(16, None) is MISS
+    around.stream = 7
+    assert own.call(16, Workspace()) == IN_PYTHON
+    assert len(sent(standin)) == 1
+
+
+def test_sizes_choose_the_launches(prepare: Prepare, standin: StandIn, around: Surroundings) -> None:
+    tests = ((Kind.INTEGER, 2, None, 0, 9),)
+    small, large = (Sender(prepare(), around, {0: address(0), 1: product(2)}, slots=3, tests=tests) for _ in range(2))
+    small.know(STREAM, PLACE, values=(None, None, 1.0))
+    large.know(STREAM, PLACE, values=(None, None, 2.0))
+    sizes = ((0, 1), (1, 0), (2, 5))  # an argument, of a tensor, a constant
+    walks = {(3, 16, 5): small.walk, (4, 16, 5): large.walk}
+    by_size = (walks, sizes, lambda tensor, dimension: tensor + dimension)
+    own = Sender(prepare(), around, {}, slots=3, by_size=by_size)
+    assert [own.call(16, size, 6) for size in (3, 4, 5)] == [None, None, IN_PYTHON]
+    assert own.call(32, 3, 6) == IN_PYTHON
+    assert own.call(16, 3, 10) == IN_PYTHON, "its plan has another bound"
+    assert own.call(17, 3, 6) is MISS
+    assert sent(standin) == [(hex(STREAM), 16, 6, 1.0), (hex(STREAM), 16, 6, 2.0)]
+
+
 @pytest.mark.parametrize("of_legacy", [False, True])
 def test_a_bound_step_is_sent_while_its_buffer_is_its_own(
     prepare: Prepare, standin: StandIn, around: Surroundings, of_legacy: bool
@@ -345,6 +385,11 @@ ROW = (0, True, False, 15, 0)
     [
         {"slots": 97},
         {"tests": ((Kind.WORKSPACE, 0, None, 0, 0),)},
+        {"tests": ((7, 0, None, 0, 0),)},
+        {"workspace_slot": 1},
+        {"by_size": ({}, ((0, 1),), int)},
+        {"by_size": ({}, ((1, 2),), int)},
+        {"by_size": ({}, ((3, 0),), int)},
         {"tests": ((Kind.SCALE, 96, None, 0, 0),)},
         {"tests": ((Kind.SEQUENCE, 0, dict, 0, 0),)},
         {"tests": ((Kind.SCALE, 0, None, 0, 0),) * 200},

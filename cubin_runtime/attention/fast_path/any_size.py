@@ -7,22 +7,24 @@ This one tests what the calls have in common, finds the plan by the sizes or mak
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 from ...errors import CubinRuntimeError
 from ...tensor import TensorView
-from .build import PathBuilder, UnlikeError
-from .notes import Family, Notes
+from .build import PathBuilder, UnlikeError, keyed_rows, written_values
+from .guards import KnownForms
+from .notes import Family, Launched, Notes
 from .options import Signature
-from .path import MISS, Form, Frame, PlaceFinder
+from .path import CONSTANT, MISS, SLOT, TENSOR, Form, Frame, Path, PlaceFinder, Size, accelerated_walk
 from .table import ArgumentTest, CallTable, InScratch, Kind
 
 if TYPE_CHECKING:
     from ...launch.semaphore_workspace import AnyWorkspace
 
-OFTEN = 256  # calls of sizes that are this frequent get a fast path of their own
 _MOST_SIZES = 256
 _MOST_FAMILIES = 64
 
@@ -54,81 +56,116 @@ def is_second(known: dict[Hashable, None], notes: Notes) -> bool:
     return False
 
 
-class PlansBySize:
-    """The plans of a family's calls by their sizes, in the order ``names``; safe between threads.
-
-    The runtime keeps the plans, and with them their workspaces; one that it dropped is made again.
-    """
-
-    def __init__(self, family: Family, names: Sequence[str]) -> None:
-        self._family, self._names = family, tuple(names)
-        self._lock = threading.RLock()
-        self._known: dict[tuple[int, ...], list[Any]] = {}  # a reference to the plan, and how often it was asked for
-
-    def of(self, sizes: tuple[int, ...], bound: int) -> Any:
-        """The plan, made if these sizes are new; None: the full path refuses the call, or such calls are frequent and
-        get a fast path of their own there. ``bound`` is that on the keys of a request, 0 if there is none."""
-        known = self._known.get(sizes)
-        plan: Any = known[0]() if known else None
-        if known is None or plan is None:
-            try:
-                plan = self._family.plan_of(dict(zip(self._names, sizes, strict=True)))
-            except CubinRuntimeError:
-                return None
-            known = [ref(plan), 0]
-            with self._lock:
-                for oldest in list(self._known)[: 1 - _MOST_SIZES]:
-                    del self._known[oldest]
-                self._known[sizes] = known
-        known[1] += 1
-        if known[1] >= OFTEN:
-            known[1] = 0
-            return None
-        return plan if bound <= plan.bounds[1] else None
-
-
 class SizedPath:
-    """Sends the calls of one form and any size."""
+    """Sends the calls of one form and any size: each size has a plan, and from its second call on a path by that.
 
-    walk = None
+    The runtime keeps the plans, and with them their workspaces; with a plan that it drops goes the path. Safe between
+    threads.
+    """
 
     def __init__(
         self,
         table: CallTable,
+        launched: Launched,
+        family: Family,
         place: PlaceFinder,
-        plans: PlansBySize,
-        launch: Callable[..., object],
-        sizes: Sequence[Callable[[Frame], int]],
-        numbers: Collection[int],
+        sizes: Mapping[str, Size],
         bound: int | None,
+        arguments: int,
     ) -> None:
-        """``sizes`` read the sizes of a call, ``numbers`` are the values that are no addresses, ``bound`` is the slot
-        of the bound on the keys."""
-        self._form, self._place, self._plans, self._launch = Form(table), place, plans, launch
-        self._sizes, self._bound = sizes, bound
-        self._numbers = [value for number, value in enumerate(table.values) if number in numbers]
-        own = (value for number, value in enumerate(table.values) if number not in numbers)
-        self._addresses = [value for value in own if type(value) is not InScratch]
+        """``launched`` is a call whose values ``table`` has the sources of. ``bound`` is the slot of the bound on the
+        keys, ``arguments`` the number of the operator's parameters."""
+        self._table, self._form, self._place, self._family = table, Form(table), place, family
+        self._names, self._sizes = tuple(sizes), tuple(sizes.values())
+        self._bound, self._arguments = bound, arguments
+        self._sources = dict(zip(launched.names, table.values, strict=True))
+        given = [name for name, value in self._sources.items() if type(value) is not InScratch]
+        self._addresses = [self._sources[name] for name in given if name not in launched.numbers]
+        self._numbers = [self._sources[name] for name in given if name in launched.numbers]
+        self._lock = threading.RLock()
+        self._plans: dict[tuple[int, ...], ref[Any]] = {}
+        self._paths: dict[tuple[int, ...], Path] = {}
+        self._walks: dict[tuple[int, ...], Any] = {}
+        self.walk = accelerated_walk(table, arguments, place, by_size=(self._walks, self._sizes))
 
     def __call__(self, arguments: Sequence[Any]) -> Any:
         """The result of a call with these arguments in order, or ``MISS``."""
         frame = self._form.frame(arguments)
-        stream = None if frame is None else self._place.stream_of(frame.slots, frame.tensors[0])
-        if frame is None or stream is None:
+        if frame is None:
+            return MISS
+        sizes = tuple([size.of(frame) for size in self._sizes])
+        path = self._paths.get(sizes)
+        result = path.sent(frame) if path is not None and path.takes(frame) else MISS
+        return self._launch(frame, sizes) if result is MISS else result
+
+    def _launch(self, frame: Frame, sizes: tuple[int, ...]) -> Any:
+        """A call by its plan, after which such calls have a path."""
+        plan, first = self._plan_of(sizes), frame.tensors[0]
+        stream = self._place.stream_of(frame.slots, first)
+        bound = 0 if self._bound is None else frame.slots[self._bound]
+        if plan is None or stream is None or bound > plan.bounds[1]:
             return MISS
         result = self._form.complete(frame)
-        bound = 0 if self._bound is None else frame.slots[self._bound]
-        plan = self._plans.of(tuple([size(frame) for size in self._sizes]), bound)
-        if plan is None:
-            return MISS
         addresses, numbers = (
             tuple([frame.value(source, ()) for source in sources]) for sources in (self._addresses, self._numbers)
         )
-        slot, first = self._place.workspace_slot, frame.tensors[0]
+        slot = self._place.workspace_slot
         workspace = None if slot is None else frame.slots[slot]
-        self._launch(plan, addresses, numbers, workspace, first, stream)
+        launched = self._family.launch(plan, addresses, numbers, workspace, first, stream)
         self._place.record(frame.slots, stream, frame.tensors)
+        self._keep(sizes, plan, launched, workspace)
         return result
+
+    def _plan_of(self, sizes: tuple[int, ...]) -> Any:
+        """The plan of calls of these sizes, made if there is none; None: the full path refuses them."""
+        known = self._plans.get(sizes)
+        plan = known() if known else None
+        if plan is not None:
+            return plan
+        try:
+            plan = self._family.plan_of(dict(zip(self._names, sizes, strict=True)))
+        except CubinRuntimeError:
+            return None
+        with self._lock:
+            for oldest in list(self._plans)[: 1 - _MOST_SIZES]:
+                self._forget(oldest)
+            self._plans[sizes] = ref(plan, partial(_forget, ref(self), sizes))
+        return plan
+
+    def _keep(self, sizes: tuple[int, ...], plan: Any, launched: Launched, workspace: AnyWorkspace | None) -> None:
+        """Keep the path of calls of these sizes, with the plan's own workspaces or those that the calls name, if they
+        name their contexts; memory of a graph is neither."""
+        scratch = launched.scratch
+        if scratch is None or (scratch.held is None and (workspace is None or workspace.context is None)):
+            return
+        regions = {name: InScratch(number) for number, name in enumerate(scratch.names)}
+        values = tuple(regions.get(name) or self._sources[name] for name in launched.names)
+        tests, slot = [], self._place.workspace_slot
+        if self._bound is not None:
+            tests.append(ArgumentTest(Kind.INTEGER, self._bound, None, 0, plan.bounds[1]))
+        if slot is not None:
+            tests.append(ArgumentTest(Kind.WORKSPACE, slot, type(workspace), launched.context))
+        rows = keyed_rows(self._table.tensors, values, launched.prepared)
+        table = replace(self._table, tests=tuple(tests), tensors=rows, forms=KnownForms(()), values=values)
+        place = PlaceFinder(launched, self._place.query is None, self._place.stream_slot, slot)
+        path = Path(table, launched.prepared, place, written_values(table, launched.prepared), self._arguments)
+        with self._lock:
+            if sizes in self._plans:
+                self._paths[sizes] = path
+                if path.walk is not None:
+                    self._walks[sizes] = path.walk
+
+    def _forget(self, sizes: tuple[int, ...]) -> None:
+        with self._lock:
+            for kept in (self._plans, self._paths, self._walks):
+                kept.pop(sizes, None)
+
+
+def _forget(path: ref[SizedPath], sizes: tuple[int, ...], plan: ref[Any]) -> None:
+    """Forget what was kept for a plan that is no more, unless there is another."""
+    owner = path()
+    if owner is not None and owner._plans.get(sizes) is plan:
+        owner._forget(sizes)
 
 
 class _Builder(PathBuilder):
@@ -153,29 +190,26 @@ class _Builder(PathBuilder):
     def sized_path(self, result: Any) -> SizedPath:
         """The path of the call, which gave ``result``."""
         self._check_made()
-        table, launched = self.table(result, self.sizes), self.launched
-        first = {item.name: number for number, (_, item) in reversed(list(enumerate(self.tensors)))}
+        table = self.table(result, self.sizes)
+        numbers = {item.name: number for number, (_, item) in reversed(list(enumerate(self.tensors)))}
         if self.made:
-            first.setdefault("out", len(self.tensors))
+            numbers.setdefault("out", self._number_of(self.notes.made[0].sources[0]))  # whose size it has
         bound = self.signature.bound
         return SizedPath(
             table,
-            PlaceFinder(launched, self.tensors[0][1].tensor, self.slot_of.get("stream"), self.workspace),
-            PlansBySize(self.family, tuple(self.sizes)),
-            self.family.launch,
-            [self._size(name, size, first) for name, size in self.sizes.items()],
-            [number for number, name in enumerate(launched.names) if name in launched.numbers],
+            self.launched,
+            self.family,
+            PlaceFinder(self.launched, self.of_views, self.slot_of.get("stream"), self.workspace),
+            {name: self._size(name, size, numbers) for name, size in self.sizes.items()},
             self.slot_of[bound] if bound in self.free else None,
+            len(self.signature.parameters),
         )
 
-    def _size(self, name: str, size: int, numbers: Mapping[str, int]) -> Callable[[Frame], int]:
+    def _size(self, name: str, size: int, numbers: Mapping[str, int]) -> Size:
         slot = self.slot_of.get(name)
         if slot is not None and type(self.slots[slot]) is int:
-            return lambda frame: frame.slots[slot]
-        if name not in numbers:
-            return lambda _: size
-        number = numbers[name]
-        return lambda frame: frame.tensors[number].shape[0]
+            return Size(SLOT, slot)
+        return Size(TENSOR, numbers[name]) if name in numbers else Size(CONSTANT, size)
 
     def _check_made(self) -> None:
         """Check that what is made has the size of what it is made from, for which both are contiguous."""

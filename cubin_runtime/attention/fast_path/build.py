@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ...launch.prepared import PreparedLaunches
 from ...launch.semaphore_workspace import SemaphoreWorkspace
 from ...launch.workspace import Workspace
 from ...provenance import ArgumentAddress, ArgumentNumber
+from ...tensor import TensorView
 from .guards import GuardedTensor, KnownForms, guarded
 from .notes import Notes
 from .options import Signature, is_immutable, is_runtime
@@ -107,9 +109,8 @@ class PathBuilder:
     def path(self, result: Any, sized: Collection[str] = ()) -> Path:
         """The path of the call, which gave ``result``."""
         table = self.table(result, sized)
-        written = self._written(table)
-        slot = self.slot_of.get("stream")
-        place = PlaceFinder(self.launched, self.tensors[0][1].tensor, slot, self.workspace)
+        written = written_values(table, self.launched.prepared)
+        place = PlaceFinder(self.launched, self.of_views, self.slot_of.get("stream"), self.workspace)
         return Path(table, self.launched.prepared, place, written, len(self.signature.parameters))
 
     def table(self, result: Any, sized: Collection[str] = ()) -> CallTable:
@@ -139,6 +140,11 @@ class PathBuilder:
         if name in launched.numbers:
             return self._number(name, value)
         return self._address(value) if value else Constant(0)
+
+    @property
+    def of_views(self) -> bool:
+        """Whether the first tensor is a view, of which torch knows nothing."""
+        return type(self.tensors[0][1].tensor) is TensorView
 
     def _single(self, slot: int, name: str, value: Any) -> None:
         if value is None or type(value) is bool or is_immutable(value):
@@ -193,32 +199,17 @@ class PathBuilder:
             else:
                 self.tests.append(ArgumentTest(Kind.EQUAL, slot, self.free[name]))
 
-    def _is_memory(self, item: GuardedTensor) -> bool:
-        return item.name in self.signature.memory
-
     def _rows(self, values: Sequence[Source]) -> tuple[TensorRow, ...]:
-        """The tensors; those that descriptors stay for, and memory, tell senders apart."""
-        resident = self.launched.prepared.resident
-        sources = {number: value.tensor for number, value in enumerate(values) if type(value) is Address}
-        held = {tensor for number, tensor in sources.items() if number in resident}
-        rows = []
+        rows, memory = [], set[int]()
         for number, (slot, item) in enumerate(self.tensors):
             if number not in self.used:
                 rows.append(TensorRow(slot))
                 continue
-            mask = _PLACED if self._is_memory(item) else _ALIGNED
-            keyed = number in held or self._is_memory(item)
-            rows.append(TensorRow(slot, item.address_of, mask, item.view.pointer & mask, keyed))
-        return tuple(rows)
-
-    def _written(self, table: CallTable) -> frozenset[int]:
-        """The numbers of the values that are written at each call: what is the same wherever the key is, is not."""
-        memory = {number for number, (_, item) in enumerate(self.tensors) if self._is_memory(item)}
-        moving = {number for number, value in enumerate(table.values) if type(value) in (Address, Product)}
-        placed = {
-            number for number, value in enumerate(table.values) if type(value) is Address and value.tensor in memory
-        }
-        return frozenset(moving - placed - self.launched.prepared.resident)
+            is_memory = item.name in self.signature.memory
+            mask = _PLACED if is_memory else _ALIGNED
+            rows.append(TensorRow(slot, item.address_of, mask, item.view.pointer & mask))
+            memory |= {number} if is_memory else set()
+        return keyed_rows(rows, values, self.launched.prepared, memory)
 
     def _made_row(self, number: int) -> Made:
         made, item = self.notes.made[number], self.made[number]
@@ -249,6 +240,26 @@ class PathBuilder:
             if value is result:
                 return slot
         raise UnlikeError
+
+
+def keyed_rows(
+    rows: Sequence[TensorRow], values: Sequence[Source], prepared: PreparedLaunches, memory: Collection[int] = ()
+) -> tuple[TensorRow, ...]:
+    """The rows, with those marked that tell senders apart: what descriptors stay for, and ``memory``."""
+    sources = {number: value.tensor for number, value in enumerate(values) if type(value) is Address}
+    held = {sources[number] for number in prepared.resident if number in sources}
+    return tuple(row._replace(keyed=number in held or number in memory) for number, row in enumerate(rows))
+
+
+def written_values(table: CallTable, prepared: PreparedLaunches) -> frozenset[int]:
+    """The numbers of the values that are written at each call: what is the same wherever the key is, is not."""
+    placed = {number for number, row in enumerate(table.tensors) if row.mask == _PLACED}
+    varying = [
+        number
+        for number, value in enumerate(table.values)
+        if type(value) is Product or (type(value) is Address and value.tensor not in placed)
+    ]
+    return frozenset(varying) - prepared.resident
 
 
 def is_workspace(value: Any) -> bool:

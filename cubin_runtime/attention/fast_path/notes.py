@@ -57,7 +57,7 @@ class Family(Protocol):
         """
         ...
 
-    def launch(self, plan: Any, *values: Any) -> object:
+    def launch(self, plan: Any, *values: Any) -> Launched:
         """Launch a call by its plan: the values are addresses, numbers, the workspace, a tensor and the stream."""
         ...
 

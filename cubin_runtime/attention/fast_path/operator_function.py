@@ -28,7 +28,6 @@ _MOST = 16  # paths of one operator
 _MOST_OF_FAMILIES = 8
 FULL_RUNS = 3  # to build a path takes longer than a call, so calls of a form seen this often get one
 _numbers = count()
-_NONE: FastPaths = {}
 
 
 class _State:
@@ -167,9 +166,12 @@ def operator_function(
             else:
                 named = options.get("runtime")
                 holder = named if type(named) is _state.runtime_type else default.runtime
-            paths = _NONE if holder is None else holder.fast_paths
-            if number in paths and not _state.suspended:
-                result = paths[number].send(*arguments, **options)
+            if holder is not None and not _state.suspended:
+                result = MISS
+                if any_size and number in holder.family_paths:  # ahead of paths that would each miss another size
+                    result = holder.family_paths[number].send(*arguments, **options)
+                if result is MISS and number in holder.fast_paths:
+                    result = holder.fast_paths[number].send(*arguments, **options)
                 if result is not MISS:
                     return result
             return known.call(arguments, options)
@@ -207,20 +209,12 @@ class _Operator:
         return dict(zip(self._binding.names, given, strict=True))
 
     def call(self, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
-        """A call of no path: by one of calls of any size, or else by the full path."""
+        """The full path, from whose notes a path is built for calls like one that is made again and again."""
         if self.is_method:
             holder = arguments[0]
         else:
             holder = runtime_of(options.get("runtime"))
             _state.runtime_type = type(holder)
-        if self._any_size and self.number in holder.family_paths and not _state.suspended:
-            result = holder.family_paths[self.number].send(*arguments, **options)
-            if result is not MISS:
-                return result
-        return self._call_in_full(holder, arguments, options)
-
-    def _call_in_full(self, holder: Any, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
-        """The full path, from whose notes a path is built for calls like one that is made again and again."""
         given = self.bound(arguments, options)
         if self.op is not None and is_intercepted(list(given.values())):
             return self.op.call(given)

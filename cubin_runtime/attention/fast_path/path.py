@@ -11,10 +11,21 @@ from ...launch.accelerator import accelerator
 from ...launch.prepared import OtherContextError, PreparedLaunches
 from ...launch.senders import Senders, senders_of
 from ...launch.streams import stream_handle
-from ...tensor import TensorView
 from .notes import Launched, Scratch
 from .options import record_use
-from .table import Address, CallTable, Constant, Product, Source, address_reader, all_hold, product, value_reader
+from .table import (
+    Address,
+    ArgumentTest,
+    CallTable,
+    Constant,
+    Kind,
+    Product,
+    Source,
+    address_reader,
+    all_hold,
+    product,
+    value_reader,
+)
 
 if TYPE_CHECKING:
     from ...launch.buffers import EagerClaim
@@ -30,6 +41,7 @@ class AnyPath(Protocol):
         ...
 
 
+SLOT, TENSOR, CONSTANT = range(3)
 MISS = object()  # what a path gives for a call that is not of its form, before anything is done
 
 
@@ -44,12 +56,12 @@ class Place(NamedTuple):
 class PlaceFinder:
     """Finds the stream and the scratch of calls: those that the arguments name, or torch's and the plan's."""
 
-    def __init__(self, launched: Launched, first: Any, stream: int | None, workspace: int | None) -> None:
-        """``first`` is a call's first tensor; ``stream`` and ``workspace`` are the slots of those arguments."""
+    def __init__(self, launched: Launched, of_views: bool, stream: int | None, workspace: int | None) -> None:
+        """``of_views``: the first tensor is a view; ``stream`` and ``workspace`` are the slots of those arguments."""
         self.device, self.scratch = launched.device, launched.scratch
         self.stream_slot, self.workspace_slot = stream, workspace
-        self._memory, is_view = launched.memory, type(first) is TensorView
-        self.query = None if self._memory is None or is_view else self._memory.stream_query()
+        self._memory = launched.memory
+        self.query = None if self._memory is None or of_views else self._memory.stream_query()
         own = self.scratch if workspace is None else None
         self.place_of = None if own is None else _finder(own, launched.context)
 
@@ -165,18 +177,31 @@ class Frame(NamedTuple):
         return source.value if type(source) is Constant else regions[source.region]  # type: ignore[union-attr]
 
 
+class Size(NamedTuple):
+    """Where a size of a call comes from: the ``SLOT`` of an argument, a ``TENSOR``'s first dimension, or neither."""
+
+    kind: int
+    number: int
+
+    def of(self, frame: Frame) -> int:
+        """The size of a call."""
+        if self.kind == TENSOR:
+            return int(frame.tensors[self.number].shape[0])
+        return int(frame.slots[self.number]) if self.kind == SLOT else self.number
+
+
 class Form:
     """The calls of a table's form: up to what they make, and the result."""
 
     def __init__(self, table: CallTable) -> None:
-        self._hold, self._addresses = all_hold(table.tests), address_reader(table.tensors)
+        self.takes, self._addresses = all_hold(table.tests), address_reader(table.tensors)
         self._slots = [row.slot for row in table.tensors]
         self._forms, self._compared, self._made, self._result = table.forms, table.compared, table.made, table.result
 
     def frame(self, arguments: Sequence[Any]) -> Frame | None:
         """The frame of a call, without what it makes; None: it is not of this form."""
         slots = list(arguments)
-        if not self._hold(slots):
+        if not self.takes(slots):
             return None
         tensors = [slots[slot] for slot in self._slots]
         if not self._forms.are_of(tensors):
@@ -226,19 +251,24 @@ class Path:
         self._keyed = [number for number, row in enumerate(table.tensors) if row.keyed]
         self._written = [value_reader([table.values[number] for number in own]) for own in self._senders.written]
         self._by_place = isinstance(place, PlaceFinder)
-        self.walk = accelerated_walk(table, arguments, prepared, self._senders, place)
+        self.walk = accelerated_walk(table, arguments, place, (prepared, self._senders))
 
     def __call__(self, arguments: Sequence[Any]) -> Any:
         """The result of a call with these arguments in order, or ``MISS``."""
-        form = self._form
-        frame = form.frame(arguments)
-        if frame is None:
-            return MISS
+        frame = self._form.frame(arguments)
+        return MISS if frame is None else self.sent(frame)
+
+    def takes(self, frame: Frame) -> bool:
+        """Return whether the tests of the table hold for a call's arguments."""
+        return self._form.takes(frame.slots)
+
+    def sent(self, frame: Frame) -> Any:
+        """The result of a call that is of this form, as its frame says, or ``MISS``."""
         slots, tensors, addresses = frame
         place = self._place.find(slots, tensors[0] if tensors else None)
         if place is None:
             return MISS
-        result = form.complete(frame)
+        result = self._form.complete(frame)
         key = self._key(place, addresses)
         try:
             written = [read(slots, addresses) for read in self._written]
@@ -263,21 +293,29 @@ class Path:
 def accelerated_walk(
     table: CallTable,
     arguments: int,
-    prepared: PreparedLaunches,
-    senders: Senders,
     place: PlaceFinder | BoundPlace,
+    launches: tuple[PreparedLaunches, Senders] | None = None,
+    by_size: tuple[dict[tuple[int, ...], Any], Sequence[Size]] | None = None,
 ) -> Any:
-    """The accelerator's walk of a table; None: it has none, or cannot walk this table."""
+    """The accelerator's walk of a table; None: it has none, or cannot walk this table.
+
+    It sends ``launches``, or goes on with the walk that a call's sizes have in ``by_size``.
+    """
     module, forms = accelerator(), table.forms.accelerated
-    if module is None or not senders.accelerated or forms is None or not _is_simple(table, place):
+    if module is None or forms is None or not _is_simple(table, place):
         return None
+    prepared, senders = launches or (None, None)
+    if senders is not None and not senders.accelerated:
+        return None
+    writes = () if senders is None else senders.written
     keyed = sum(row.keyed for row in table.tensors)
     products = (source for source in table.values if type(source) is Product)
     limits = (
         (arguments, module.MOST_SLOTS),
         (len(table.tensors), module.MOST_TENSORS),
         (keyed, module.MOST_KEYED),
-        (len(senders.written), module.MOST_LAUNCHES),
+        (len(writes), module.MOST_LAUNCHES),
+        (0 if by_size is None else len(by_size[1]), module.MOST_TENSORS),
         (max((len(source.factors) for source in products), default=0), module.MOST_FACTORS),
     )
     if any(count > most for count, most in limits):
@@ -287,27 +325,35 @@ def accelerated_walk(
         bound = place.halts, place.claim and (place.claim.buffer, place.claim.owner, place.claim.same_stream)
     return module.Walk(
         slots=arguments,
-        tests=tuple((test.kind, test.slot, test.known, test.low, test.high) for test in table.tests),
+        tests=tuple(_test(test) for test in table.tests),
         forms=forms,
         data_ptr=sys.modules["torch"].Tensor.data_ptr if table.tensors else None,
         tensors=tuple((row.slot, row.address_of is not None, row.keyed, row.mask, row.rest) for row in table.tensors),
-        senders=senders.by_key,
-        writes=tuple(tuple(_write(table.values[number]) for number in own) for own in senders.written),
-        failed=prepared.failed,
+        senders={} if senders is None else senders.by_key,
+        writes=tuple(tuple(_write(table.values[number]) for number in own) for own in writes),
+        failed=None if prepared is None else prepared.failed,
+        by_size=None if by_size is None else (by_size[0], tuple(by_size[1]), sys.modules["torch"].Tensor.size),
         result=table.result,
         stream=(place.query, place.device) if isinstance(place, PlaceFinder) else None,
-        scratch=(place.scratch.legacy, place.place_of) if place.scratch is not None else None,
+        scratch=(place.scratch.legacy, place.place_of) if place.scratch is not None and place.place_of else None,
         bound=bound,
         made=(table.made[0].make, table.made[0].tensors, table.made[0].address_of is not None) if table.made else None,
         stream_slot=-1 if place.stream_slot is None else place.stream_slot,
+        workspace_slot=-1 if place.workspace_slot is None else place.workspace_slot,
     )
 
 
 def _is_simple(table: CallTable, place: PlaceFinder | BoundPlace) -> bool:
     """Return whether the accelerator knows all of a table's rows and the ways to its place."""
-    if table.compared or len(table.made) > 1 or place.workspace_slot is not None:
+    if table.compared or len(table.made) > 1:
         return False
     return isinstance(place, BoundPlace) or place.query is not None
+
+
+def _test(test: ArgumentTest) -> tuple[Any, ...]:
+    if test.kind == Kind.WORKSPACE:
+        return test.kind, test.slot, (test.known, test.low), 0, 0
+    return test.kind, test.slot, test.known, test.low, test.high
 
 
 def _write(source: Source) -> tuple[int, int, int, tuple[int | float, ...]]:

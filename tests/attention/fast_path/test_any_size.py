@@ -97,19 +97,19 @@ def planned_anew_or_refused(caller: Caller, call: Call) -> Any:
         return caller.in_full(call)
 
 
-def test_sizes_that_are_frequent_get_a_fast_path_of_their_own(
+def test_the_second_call_of_a_size_asks_for_no_plan(
     caller: Caller, calls: list[Call], full_paths: FullPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    workspace = replace(BUFFERS, context=caller.runtime.driver.primary_context(0))
-    first, second, third = (call.changed(workspace=workspace) for call in calls[:3])
-    for call in (first, second):
-        caller.outcome(call)
-    monkeypatch.setattr(operator_function_module, "FULL_RUNS", 3)
-    monkeypatch.setattr(any_size, "OFTEN", 5)
-    wanted = caller.in_full(third)
-    assert [caller.outcome(third) for _ in range(12)] == [wanted] * 12
-    assert full_paths.count == 3
-    assert [len(paths.entries) for paths in caller.runtime.fast_paths.values()] == [1]
+    named = replace(BUFFERS, context=caller.runtime.driver.primary_context(0))
+    for workspace, new in ((named, calls[:12]), (None, calls[12:24])):
+        own = [call.changed(workspace=workspace) for call in new]
+        outcomes = [caller.outcome(call) for call in own]
+        path, *_ = next(iter(caller.runtime.family_paths.values())).entries
+        with monkeypatch.context() as changed:
+            changed.setattr(path, "_launch", None)
+            assert [caller.outcome(call) for call in own[2:]] == outcomes[2:]
+        assert [caller.in_full(call) for call in own] == outcomes
+    assert full_paths.count == 4
 
 
 def test_sizes_of_a_path_are_kept_up_to_a_number(
@@ -118,7 +118,7 @@ def test_sizes_of_a_path_are_kept_up_to_a_number(
     monkeypatch.setattr(any_size, "_MOST_SIZES", 4)
     outcomes = [caller.outcome(call) for call in calls]
     ((path,),) = (paths.entries for paths in caller.runtime.family_paths.values())
-    assert len(path._plans._known) == 4
+    assert len(path._plans) == 4
     assert [caller.outcome(call) for call in calls] == outcomes
     assert full_paths.count == 2
 
