@@ -93,7 +93,7 @@ def view_of(tensor: Tensor, name: str, *, written: bool = False) -> TensorView:
     if isinstance(tensor, TensorView):
         view = tensor
     elif is_torch(tensor):
-        view = _from_torch(tensor, name)
+        return _from_torch(tensor, name)
     elif hasattr(tensor, "__cuda_array_interface__"):
         view = _from_array_interface(tensor, name, written=written)
     elif hasattr(tensor, "__dlpack__"):
@@ -128,7 +128,7 @@ def _from_torch(tensor: Any, name: str) -> TensorView:
         address = tensor.data_ptr()
     except RuntimeError as error:
         raise UsageError(f"{name}: a {type(tensor).__name__} without memory of its own ({error})") from error
-    return TensorView(address, dtype, tuple(tensor.shape), tensor.stride(), device)
+    return TensorView(address_in(tensor, address), dtype, tuple(tensor.shape), tensor.stride(), device)
 
 
 def _torch_device(tensor: Any, name: str) -> int:

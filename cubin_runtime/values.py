@@ -51,8 +51,8 @@ else:
             raise TypeError(f"frozen={frozen}, slots={slots}: expected both True")
 
         def define(cls: type) -> type:
-            made = dataclasses.dataclass(init=False, repr=False, eq=False, slots=True, kw_only=kw_only)(cls)
-            fields = dataclasses.fields(made)
+            defined = dataclasses.dataclass(init=False, repr=False, eq=False, slots=True, kw_only=kw_only)(cls)
+            fields = dataclasses.fields(defined)
             everything = _getter([field.name for field in fields])
             compared = _getter([field.name for field in fields if field.compare])
             shown = [field.name for field in fields if field.repr]
@@ -61,7 +61,7 @@ else:
                 return compared(self) == compared(other) if other.__class__ is self.__class__ else NotImplemented
 
             methods = {
-                "__init__": _initializer(made, fields),
+                "__init__": _initializer(defined, fields),
                 "__eq__": equal,
                 "__hash__": lambda self: hash(compared(self)),
                 "__repr__": lambda self: (
@@ -73,9 +73,9 @@ else:
             }
             for name, method in methods.items():
                 if name not in vars(cls) or name in ("__init__", "__setattr__", "__delattr__"):
-                    setattr(made, name, method)
-            made.__signature__ = _Signature()
-            return made
+                    setattr(defined, name, method)
+            defined.__signature__ = _Signature()
+            return defined
 
         return define
 

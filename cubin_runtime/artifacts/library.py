@@ -239,7 +239,7 @@ class Library:
                 if on_bytes is not None and outcome.source is not None:
                     on_bytes(outcome.size)
                 if progress is not None:
-                    progress(names[listed_digest(outcome.wanted)])
+                    progress(names[listed_digest(outcome.request)])
 
             beat = None if progress is None else partial(progress, 0)
             outcomes = self._loader.into_store(pin, missing, jobs, note, beat)
@@ -331,7 +331,7 @@ class Library:
 
     def _record(self, pin: Pin, outcome: Outcome) -> None:
         """One file of a fetch, in the log and in the audit log, with the source that it came from."""
-        path, digest = outcome.wanted.path.text, listed_digest(outcome.wanted)
+        path, digest = outcome.request.path.text, listed_digest(outcome.request)
         if outcome.error is not None:
             self.audit.write("fetch", release=pin.name, path=path, sha256=digest, error=str(outcome.error))
         elif outcome.source is not None:

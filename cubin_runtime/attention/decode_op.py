@@ -23,15 +23,15 @@ class _Form(NamedTuple):
 def torch_op(operator: DecodeOperator) -> TorchOp:
     """The op of a decode: its tensors as declared, the bound, and its options."""
 
-    def complete(given: dict[str, Any]) -> Any:
+    def complete(arguments: dict[str, Any]) -> Any:
         import torch
 
-        q = given["q"]
-        if given["out"] is None:
+        q = arguments["q"]
+        if arguments["out"] is None:
             word = str(q.dtype).removeprefix("torch.")
             shape, dtype = operator.output(_Form(q.shape, word))
-            given["out"] = torch.empty(shape, dtype=getattr(torch, dtype or word), device=q.device)
-        return given["out"]
+            arguments["out"] = torch.empty(shape, dtype=getattr(torch, dtype or word), device=q.device)
+        return arguments["out"]
 
     kinds_of = {item.name: str(item.type) for item in fields(operator.options_type)}
     kinds = {arg.name: "Tensor?" if arg.optional else "Tensor" for arg in operator.tensors}

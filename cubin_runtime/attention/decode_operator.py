@@ -125,12 +125,12 @@ def plan_decode(
     device_facts: DeviceFacts | str | None,
 ) -> PlanT:
     """The plan for a call's ``tensors`` by name, scales among them, and its other ``options``."""
-    rt, facts, given = runtime_of(runtime), check_device_facts(device_facts), dict(tensors)
-    named, of_torch = _checked(operator, options), is_torch(given["q"])
+    rt, facts, arguments = runtime_of(runtime), check_device_facts(device_facts), dict(tensors)
+    named, of_torch = _checked(operator, options), is_torch(arguments["q"])
     if facts is not None:
-        describe_tensors(given)
-    options = operator.options_type(**{**_split_scales(operator, given), **named})
-    call = DecodeCall(operator.read(given, options), options)
+        describe_tensors(arguments)
+    options = operator.options_type(**{**_split_scales(operator, arguments), **named})
+    call = DecodeCall(operator.read(arguments, options), options)
     return _plan(plan_class, operator, rt.for_plans, call, facts, of_torch)
 
 
@@ -149,28 +149,28 @@ def run_decode(
     The plan comes from the runtime's cache or is made now. Its bound is the next power of two, as far as the page table
     goes, so one plan serves while lengths grow.
     """
-    rt, given = runtime_of(runtime), dict(tensors)
-    q, named = given["q"], _checked(operator, options)
-    scales = _split_scales(operator, given)
-    if given["out"] is None:
-        given["out"] = _made_output(operator, rt, q)
+    rt, arguments = runtime_of(runtime), dict(tensors)
+    q, named = arguments["q"], _checked(operator, options)
+    scales = _split_scales(operator, arguments)
+    if arguments["out"] is None:
+        arguments["out"] = _made_output(operator, rt, q)
     handle = stream_of(rt, stream, q, "q")
     workspace = None if workspace is RUNTIME_SCRATCH else workspace
     if workspace is not None and workspace is not TORCH_SCRATCH:
         check_workspace(workspace)
     most = operator.max_queries
-    if most is not None and named["max_q_len"] is None and given["q_cu_seq_lens"] is not None:
-        named["max_q_len"] = _longest(rt, q, given["q_cu_seq_lens"], handle, most)
+    if most is not None and named["max_q_len"] is None and arguments["q_cu_seq_lens"] is not None:
+        named["max_q_len"] = _longest(rt, q, arguments["q_cu_seq_lens"], handle, most)
     bound = named["max_seq_len"]
     shortest, kept = shared_bounds(bound)
     options = operator.options_type(**{**scales, **named})
-    family = _family(plan_class, operator, rt, operator.read(given, options), options, is_torch(q), kept)
+    family = _family(plan_class, operator, rt, operator.read(arguments, options), options, is_torch(q), kept)
     plan = family.plan(family.tensors, options.max_q_len)
     family.tensors.check_addresses()
     numbers = plan.numbers(bound, *factors_of(scales))
     launched = family.launch(plan, family.tensors.addresses, numbers, workspace, q, handle)
     note_launch(launched._replace(bounds=(shortest, plan.options.max_seq_len), family=family))
-    return given["out"]
+    return arguments["out"]
 
 
 def _family(
@@ -195,8 +195,8 @@ def _family(
                     call = DecodeCall(of, replace(options, max_seq_len=bound, max_q_len=max_q_len))
             return _plan(plan_class, operator, own, call, None, of_torch, kept)
 
-        found: DecodePlan = plans.get((form, max_q_len, of.specs), planned)
-        return found
+        cached: DecodePlan = plans.get((form, max_q_len, of.specs), planned)
+        return cached
 
     return CallFamily(own, tensors, form, plan, options.max_q_len)
 

@@ -198,14 +198,14 @@ def _output_shape(parents: Any, allowed: Any, q_cu_seq_lens: Any, max_q_len: Any
     return tree, (*tokens, mask_words(bound) * MASK_ELEMENTS[_DTYPE])
 
 
-def _complete(given: dict[str, Any]) -> Any:
+def _complete(arguments: dict[str, Any]) -> Any:
     """Make the output that a call leaves out: among a call's arguments by name."""
-    if given["out"] is None:
+    if arguments["out"] is None:
         import torch
 
-        tree, shape = _output_shape(*(given[name] for name in ("parents", "allowed", "q_cu_seq_lens", "max_q_len")))
-        given["out"] = torch.empty(shape, dtype=getattr(torch, _DTYPE), device=tree.device)
-    return given["out"]
+        tree, shape = _output_shape(*(arguments[name] for name in ("parents", "allowed", "q_cu_seq_lens", "max_q_len")))
+        arguments["out"] = torch.empty(shape, dtype=getattr(torch, _DTYPE), device=tree.device)
+    return arguments["out"]
 
 
 @operator_function(op=lambda _: plain_op(DRAFT_MASK, _complete))
@@ -250,8 +250,8 @@ def draft_mask(
         as ``append_kv``.
     """
     if is_on_host(parents) or is_on_host(allowed):
-        for name, given in (("q_cu_seq_lens", q_cu_seq_lens), ("out", out)):
-            if given is not None:
+        for name, tensor in (("q_cu_seq_lens", q_cu_seq_lens), ("out", out)):
+            if tensor is not None:
                 raise UsageError(f"{name}: given with a tree on the host, expected None")
         return pack_on_host(parents, allowed, max_q_len)
     if out is None:

@@ -302,8 +302,8 @@ EXPLAINED = (
     Explained("mla_decode", "decode", lambda sizes: sizes.head_dim in _LATENTS, _mla_shape, _select_mla),
     Explained("paged_decode", "decode", lambda sizes: True, _decode_shape, select_decode),
     Explained("context_attention", "context", lambda sizes: True, _context_shape, _select_context),
-    Explained("append_kv", "append", lambda sizes: True, _append_shape, lambda *given: (select_append(*given),)),
-    Explained("merge_states", "merge", lambda sizes: True, _merge_shape, lambda *given: (select_merge(*given),)),
+    Explained("append_kv", "append", lambda sizes: True, _append_shape, lambda *values: (select_append(*values),)),
+    Explained("merge_states", "merge", lambda sizes: True, _merge_shape, lambda *values: (select_merge(*values),)),
     Explained("draft_mask", "draft_mask", lambda sizes: True, _draft_mask_shape, _select_draft_mask),
     Explained("sparse_mla_decode", "sparse_mla", lambda sizes: True, _sparse_mla_shape, _select_sparse_mla),
 )

@@ -204,12 +204,12 @@ def plan_merge_states(
     return plan_plain(MergeStatesPlan, MERGE_STATES, tensors, options, runtime=runtime, device_facts=device_facts)
 
 
-def _complete(given: dict[str, Any]) -> Any:
+def _complete(arguments: dict[str, Any]) -> Any:
     """Make the output that a call leaves out: among a call's arguments by name."""
-    if given["out"] is None:
-        v = given["v"]
-        given["out"] = v.new_empty((v.shape[0], *v.shape[-2:]))
-    return given["out"]
+    if arguments["out"] is None:
+        v = arguments["v"]
+        arguments["out"] = v.new_empty((v.shape[0], *v.shape[-2:]))
+    return arguments["out"]
 
 
 @operator_function(op=lambda _: plain_op(MERGE_STATES, _complete))

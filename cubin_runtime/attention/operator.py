@@ -155,12 +155,12 @@ class CallTensors:
 
     def check_planned(self, planned: Sequence[TensorSpec | None]) -> None:
         """Raise ``UsageError`` for the first tensor that is not of the form that a plan was made for."""
-        for (name, view), wanted in zip(self._by_name.items(), planned, strict=True):
+        for (name, view), expected in zip(self._by_name.items(), planned, strict=True):
             came = view.spec if view else None
-            if came and wanted and came.device != wanted.device:
-                raise UsageError(f"{name}: on device {came.device}, planned for device {wanted.device}")
-            if came != wanted:
-                words = tuple(came) if came else "of no tensor", tuple(wanted) if wanted else "no tensor"
+            if came and expected and came.device != expected.device:
+                raise UsageError(f"{name}: on device {came.device}, planned for device {expected.device}")
+            if came != expected:
+                words = tuple(came) if came else "of no tensor", tuple(expected) if expected else "no tensor"
                 raise UsageError(f"{name}: dtype, shape, strides, device {words[0]}, planned for {words[1]}")
 
 
@@ -194,10 +194,10 @@ class Operator:
         """The names of tensors that stay the same from step to step."""
         return tuple(arg.value or arg.name for arg in self.tensors if arg.resident)
 
-    def read(self, given: Given, options: Any) -> CallTensors:
+    def read(self, tensors: Given, options: Any) -> CallTensors:
         """The canonical views of the tensors among a call's arguments, by name.
 
         Raises:
             UsageError: one is missing, no CUDA tensor, or of no form that has a canonical one.
         """
-        return CallTensors(self.tensors, [arg.read(given[arg.name], options) for arg in self.tensors])
+        return CallTensors(self.tensors, [arg.read(tensors[arg.name], options) for arg in self.tensors])

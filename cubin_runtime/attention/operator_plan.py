@@ -74,7 +74,7 @@ class OperatorPlan:
 
     @property
     def runtime(self) -> PlanRuntime:
-        """What it was planned with."""
+        """The runtime that it was planned with."""
         return self._runtime
 
     @property
@@ -128,32 +128,32 @@ class OperatorPlan:
         workspace.claim(handle)
         return workspace
 
-    def addresses(self, given: Given) -> tuple[int, ...]:
-        """The addresses of the tensors among ``given``, None for what is left out, in the operator's order.
+    def addresses(self, tensors: Given) -> tuple[int, ...]:
+        """The addresses of ``tensors``, None for what is left out, in the operator's order.
 
         Raises:
             UsageError: a tensor differs from what was planned, or is not aligned.
         """
-        tensors = self.operator.read(given, self.options)
-        tensors.check_planned(self.specs)
-        tensors.check_addresses()
-        return tensors.addresses
+        views = self.operator.read(tensors, self.options)
+        views.check_planned(self.specs)
+        views.check_addresses()
+        return views.addresses
 
-    def addresses_of(self, given: Given) -> dict[str, int]:
+    def addresses_of(self, tensors: Given) -> dict[str, int]:
         """The addresses of some of the operator's tensors, and 0 for those that the plan was made without, by name.
 
         Raises:
             UsageError: as ``addresses``.
         """
-        found: dict[str, int] = {}
+        addresses: dict[str, int] = {}
         for arg, planned in zip(self.operator.tensors, self.specs, strict=True):
-            if arg.name in given or planned is None:
-                view = arg.read(given.get(arg.name), self.options)
-                tensors = CallTensors((arg,), (view,))
-                tensors.check_planned((planned,))
-                tensors.check_addresses()
-                found[arg.name] = view.pointer if view else 0
-        return found
+            if arg.name in tensors or planned is None:
+                view = arg.read(tensors.get(arg.name), self.options)
+                views = CallTensors((arg,), (view,))
+                views.check_planned((planned,))
+                views.check_addresses()
+                addresses[arg.name] = view.pointer if view else 0
+        return addresses
 
     def new_workspace(self, stream: int) -> Workspace:
         """A workspace of its caller's for ``stream``, cleared."""
@@ -312,7 +312,7 @@ class OperatorPlan:
         if its != self.device:
             raise UsageError(f"workspace: on device {its}, the plan is for tensors on device {self.device}")
         names = (*self.operator.values, *(region.name for region in self.regions), *self.operator.numbers)
-        made = PreparedLaunches(
+        prepared = PreparedLaunches(
             self.launch_plans(),
             [runtime.load(launch.selection.kernel, context, stream) for launch in self.launches],
             self.driver,
@@ -320,4 +320,4 @@ class OperatorPlan:
             resident=self.operator.resident,
             descriptors=runtime.descriptors,
         )
-        return self._prepared.setdefault(context, made)
+        return self._prepared.setdefault(context, prepared)

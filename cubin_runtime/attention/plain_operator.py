@@ -81,13 +81,13 @@ class PlainPlan(StepPlan):
             UsageError: there is a number that the plan was made without.
         """
         names = self.operator.number_arguments
-        found = []
+        numbers = []
         for name, number in zip(names, split_scales(names, arguments), strict=True):
             planned = getattr(self.options, name)
             if number is not None and planned is None:
                 raise UsageError(f"{name}={number}: planned with None")
-            found.append(planned if number is None else number)
-        return _numbers(found)
+            numbers.append(planned if number is None else number)
+        return _numbers(numbers)
 
 
 PlanT = TypeVar("PlanT", bound=PlainPlan)
@@ -124,12 +124,12 @@ def plan_plain(
     device_facts: DeviceFacts | str | None,
 ) -> PlanT:
     """The plan for a call's ``tensors`` by name, scales among them, and its other ``options``."""
-    own, facts, given = runtime_of(runtime), check_device_facts(device_facts), dict(tensors)
-    of_torch = is_torch(given[operator.tensors[0].name])
+    own, facts, arguments = runtime_of(runtime), check_device_facts(device_facts), dict(tensors)
+    of_torch = is_torch(arguments[operator.tensors[0].name])
     if facts is not None:
-        describe_tensors(given)
-    options = _options(operator, options, given)
-    call = PlainCall(operator.read(given, options), options)
+        describe_tensors(arguments)
+    options = _options(operator, options, arguments)
+    call = PlainCall(operator.read(arguments, options), options)
     return _plan(plan_class, operator, own.for_plans, call, facts, of_torch)
 
 
@@ -144,14 +144,14 @@ def run_plain(
     runtime: Runtime | None,
 ) -> None:
     """Run a call with ``tensors`` and ``options`` as in ``plan_plain``; the runtime caches the plan."""
-    rt, given = runtime_of(runtime), dict(tensors)
-    first = given[operator.tensors[0].name]
+    rt, arguments = runtime_of(runtime), dict(tensors)
+    first = arguments[operator.tensors[0].name]
     workspace = None if workspace is RUNTIME_SCRATCH else workspace
     handle = stream_of(rt, stream, first, operator.tensors[0].name)
     if workspace is not None and workspace is not TORCH_SCRATCH:
         check_workspace(workspace)
-    options = _options(operator, options, given)
-    views = operator.read(given, options)
+    options = _options(operator, options, arguments)
+    views = operator.read(arguments, options)
     numbers = tuple(getattr(options, name) for name in operator.scales)
     planned = [number is not None for number in numbers]
     named = [getattr(options, name) for name in options.__slots__ if name not in operator.scales]
@@ -162,8 +162,8 @@ def run_plain(
         def planned() -> PlainPlan:
             return _plan(plan_class, operator, own, PlainCall(views, options), None, of_torch)
 
-        found: PlainPlan = plans.get((form, views.specs), planned)
-        return found
+        cached: PlainPlan = plans.get((form, views.specs), planned)
+        return cached
 
     family, its = CallFamily(own, views, form, plan), plan(views, None)
     views.check_addresses()

@@ -314,12 +314,12 @@ def plan_sparse_mla_decode(
     )
 
 
-def _complete(given: dict[str, Any]) -> Any:
+def _complete(arguments: dict[str, Any]) -> Any:
     """Make the output that a call leaves out: among a call's arguments by name."""
-    if given["out"] is None:
-        q = given["q"]
-        given["out"] = q.new_empty((*q.shape[:-1], LATENT))
-    return given["out"]
+    if arguments["out"] is None:
+        q = arguments["q"]
+        arguments["out"] = q.new_empty((*q.shape[:-1], LATENT))
+    return arguments["out"]
 
 
 @operator_function(op=lambda _: plain_op(SPARSE_MLA_DECODE, _complete))

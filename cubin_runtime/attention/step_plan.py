@@ -34,13 +34,13 @@ class StepPlan(OperatorPlan):
 
     def run_step(
         self,
-        given: Mapping[str, Any],
+        tensors: Mapping[str, Any],
         workspace: AnyWorkspace | None = None,
         stream: Stream | None = None,
         **numbers: int | None,
     ) -> None:
         """A run by the tensors and ``numbers`` of ``run``, by name, and its workspace and stream."""
-        arguments = {**given, **numbers}
+        arguments = {**tensors, **numbers}
         values = self.numbers_of(arguments)
         addresses = self.addresses(arguments)
         launched = self.launch(addresses, values, workspace, self.stream_of(stream))
@@ -89,9 +89,9 @@ def bind_step(
     for name in arguments:
         if name not in known:
             raise UsageError(f"{name}: expected one of {', '.join(known)}")
-    given = {name: arguments.get(name) for name in plan.operator.number_arguments}
-    numbers = plan.numbers_of(given)  # which leaves the scales that are tensors
-    tensors = {name: given.get(name, value) for name, value in arguments.items() if name in names}
+    scales = {name: arguments.get(name) for name in plan.operator.number_arguments}
+    numbers = plan.numbers_of(scales)  # which leaves the scales that are tensors
+    tensors = {name: scales.get(name, value) for name, value in arguments.items() if name in names}
     addresses = plan.addresses_of(tensors)
     handle = plan.stream_of(stream)
     if workspace is None:
@@ -128,12 +128,12 @@ class _FullStep:
         Raises:
             TypeError: they are not those.
         """
-        given = self._binding.in_order(tensors, named)
-        if given is None:
+        ordered = self._binding.in_order(tensors, named)
+        if ordered is None:
             names = ", ".join(arg.name for arg in self.free)
             came = ", ".join([f"{len(tensors)} by position", *named])
             raise TypeError(f"step() takes ({names}), got {came}")
-        return given
+        return ordered
 
     def send(self, *tensors: Any) -> None:
         """The step with the tensors that are not bound."""
@@ -141,8 +141,8 @@ class _FullStep:
         if plan is None:
             raise UsageError("step: the bound step is closed")
         names = (*(arg.name for arg in plan.operator.tensors), *plan.operator.number_arguments)
-        given = zip((arg.name for arg in self.free), tensors, strict=True)
-        plan.run_step({**dict.fromkeys(names), **self._bound, **dict(given)}, self.workspace, self.stream)
+        ordered = zip((arg.name for arg in self.free), tensors, strict=True)
+        plan.run_step({**dict.fromkeys(names), **self._bound, **dict(ordered)}, self.workspace, self.stream)
 
     def close(self) -> None:
         """Let go of all that is bound."""
@@ -244,7 +244,7 @@ class BoundStep:
             forms=KnownForms(items),
             compared=(),
             values=tuple(values),
-            made=(),
+            makes=(),
             result=None,
         )
         written = frozenset(number for number, value in enumerate(values) if type(value) is Address)
@@ -259,8 +259,8 @@ class BoundStep:
 def _again(bound: ref[BoundStep], full: _FullStep, place: BoundPlace, *tensors: Any, **named: Any) -> None:
     """A step that the path of ``place`` did not send."""
     owner = bound()
-    given = full.in_order(tensors, named)
+    ordered = full.in_order(tensors, named)
     if owner is None or place.holds:  # tensors of other forms
-        full.send(*given)
+        full.send(*ordered)
     else:
-        owner._again(*given)
+        owner._again(*ordered)

@@ -79,7 +79,7 @@ class TorchOp:
         _library().impl(self.name, run, "CUDA")
         torch.library.register_fake(f"{NAMESPACE}::{self.name}", lambda *_, **__: None, lib=_library())
 
-    def call(self, given: dict[str, Any]) -> Any:
+    def call(self, arguments: dict[str, Any]) -> Any:
         """Call the op with an operator's arguments by name; the output. The dict is this function's own.
 
         Raises:
@@ -87,10 +87,10 @@ class TorchOp:
         """
         import torch
 
-        result = self.complete(given)
+        result = self.complete(arguments)
         packed: list[Any] = []
         for name, kind in self.kinds.items():
-            value = given[name]
+            value = arguments[name]
             if isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled():
                 raise UsageError(
                     f"{name}: requires grad, but this operator has no backward pass: call it under torch.no_grad()"
@@ -103,7 +103,7 @@ class TorchOp:
                 packed.append(list(value) if isinstance(value, (tuple, list)) else [value])
             else:
                 packed.append(value)
-        for name, value in given.items():
+        for name, value in arguments.items():
             if name not in self.kinds and name not in self.dropped and value != self.fixed[name]:
                 raise UsageError(f"{name}: given to a call that torch traces, expected {self.fixed[name]!r} there")
         getattr(torch.ops.cubin_runtime, self.name)(*packed)
@@ -111,7 +111,7 @@ class TorchOp:
 
     def _arguments(self, packed: Sequence[Any], scratch: Any) -> dict[str, Any]:
         """The operator's arguments by name, from those of the op in order."""
-        given, values = dict[str, Any](), iter(packed)
+        arguments, values = dict[str, Any](), iter(packed)
         for name, kind in self.kinds.items():
             value = next(values)
             if kind == _SCALE:
@@ -119,9 +119,9 @@ class TorchOp:
                 value = value if tensor is None else tensor
             elif kind == _PAIR:
                 value = value[0] if len(value) == 1 else tuple(value)
-            given[name] = value
+            arguments[name] = value
         fixed = {name: scratch if value is TORCH_SCRATCH else value for name, value in self.fixed.items()}
-        return given | fixed
+        return arguments | fixed
 
 
 _CONSTANTS = frozenset({bool, int, float, str})

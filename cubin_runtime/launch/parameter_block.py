@@ -111,7 +111,7 @@ _Row = tuple[Callable[..., None], int, Callable[[Sequence[Any]], Sequence[Any]]]
 
 
 def _rows(scalars: Sequence[tuple[str, int, int]]) -> list[_Row]:
-    """What writes fields without a gap between them at once: the function, the offset, and the values among all."""
+    """The rows that write fields without a gap between them at once: function, offset, and the values among all."""
     runs: list[tuple[str, int, list[int]]] = []
     for code, offset, number in sorted(scalars, key=itemgetter(1)):
         if runs and runs[-1][1] + struct.calcsize(f"<{runs[-1][0]}") == offset:

@@ -146,36 +146,36 @@ class PreparedLaunches:
 
     def unfit(self, error: Exception, values: Sequence[Any]) -> UsageError:
         """The error for a value that does not fit its field."""
-        given = ", ".join(f"{name}={value!r}" for name, value in zip(self.names, values, strict=True))
+        named = ", ".join(f"{name}={value!r}" for name, value in zip(self.names, values, strict=True))
         kernels = " and ".join(launch.plan.kernel for launch in self.launches)
-        return UsageError(f"launch of {kernels} with {given}: {error}")
+        return UsageError(f"launch of {kernels} with {named}: {error}")
 
     def failed(self, code: int) -> DriverCallError:
         """The error for what the driver answered to a launch."""
         return self._driver.error("cuLaunchKernelEx", code, self._context)
 
     def contents(
-        self, given: Sequence[Any], *, written: frozenset[int], maps: Mapping[int, bytes] | None = None
+        self, run_values: Sequence[Any], *, written: frozenset[int], maps: Mapping[int, bytes] | None = None
     ) -> list[dict[str, object]]:
         """The fields of each launch: as given where they are not written at each call, else those of the plan."""
-        found = []
+        contents = []
         for launch in self.launches:
             values, specs = dict(launch.plan.values), dict(launch.specs)
             for field, number, code in launch.inputs:
                 if number in written:
                     continue
                 if code:
-                    values[field.name] = given[number]
+                    values[field.name] = run_values[number]
                 elif maps is not None:
                     values[field.name] = maps[number]
                     del specs[field.name]
                 else:
-                    specs[field.name] = specs[field.name].moved(given[number])
+                    specs[field.name] = specs[field.name].moved(run_values[number])
             if specs:
                 with self._driver.using(self._context):
                     values |= {name: self._descriptors.encode(spec) for name, spec in specs.items()}
-            found.append(values)
-        return found
+            contents.append(values)
+        return contents
 
     def _again(self, code: int, stream: int, config: Any, function: Any, arguments: Any) -> bool:
         """Once more with the kernel's context current, which the default streams are meant in; else the error.
@@ -202,9 +202,9 @@ class PreparedLaunches:
 
 def _check_fits(plan: LaunchPlan, kernel: LoadedKernel) -> None:
     """Raise ``AbiError`` if a plan asks for more than its kernel was gated for."""
-    wanted, given = (plan.symbol, plan.sha256, plan.layout), (kernel.symbol, kernel.sha256, kernel.layout)
-    if wanted != given:
-        raise AbiError(f"plan for {_identity(*wanted)}; the kernel given is {_identity(*given)}")
+    planned, loaded = (plan.symbol, plan.sha256, plan.layout), (kernel.symbol, kernel.sha256, kernel.layout)
+    if planned != loaded:
+        raise AbiError(f"plan for {_identity(*planned)}; the kernel given is {_identity(*loaded)}")
     if plan.threads > kernel.max_threads:
         raise AbiError(f"plan of {plan.threads} threads per block; {kernel.symbol!r} takes {kernel.max_threads}")
     if plan.shared_bytes > kernel.shared_bytes:

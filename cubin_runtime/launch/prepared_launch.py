@@ -44,7 +44,7 @@ class PreparedLaunch:
         return config
 
     def record_of(self, parameters: bytes, stream: int) -> LaunchRecord:
-        """What the history keeps of one launch."""
+        """The record of one launch for the history."""
         plan = self.plan
         return LaunchRecord(
             kernel=plan.kernel,
@@ -62,14 +62,14 @@ class PreparedLaunch:
 
 @lru_cache(maxsize=256)  # the plans of a kernel have them in common
 def _inputs(layout: StructLayout, inputs: tuple[tuple[str, str], ...], names: tuple[str, ...]) -> tuple[Input, ...]:
-    found = []
+    items = []
     for name, value in inputs:
         member = layout.field(name)
         if member.type != "CUtensorMap" and (member.type not in SCALARS or member.type == "bool"):
             raise _unfit(layout, member)  # a packed bool takes anything as true
         code = "" if member.type == "CUtensorMap" else SCALARS[member.type].format[1:]
-        found.append(Input(member, names.index(value), code))
-    return tuple(found)
+        items.append(Input(member, names.index(value), code))
+    return tuple(items)
 
 
 def _unfit(layout: StructLayout, member: PlacedField) -> UsageError:

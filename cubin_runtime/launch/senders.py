@@ -1,4 +1,4 @@
-"""What sends the launches of a plan again and again, with most of their parameters kept from call to call."""
+"""Senders of the launches of a plan, again and again, with most of their parameters kept from call to call."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Senders:
 
 
 def senders_of(prepared: PreparedLaunches, written: Collection[int]) -> Senders:
-    """What sends launches with the values of the numbers ``written``; others are the same for all of a key."""
+    """Senders of launches with the values of the numbers ``written``; others are the same for all of a key."""
     numbers, module = frozenset(written), accelerator()
     accelerated = module is not None and prepared.profiler is None and _can_accelerate(prepared.launches, numbers)
     make = in_c(module, prepared, numbers) if accelerated else by_ctypes(prepared, numbers)

@@ -156,7 +156,7 @@ class _Dispatch:
                 time.sleep(timeout)
             return
         for outcome in self._pool.take(timeout):
-            shard = self._held[shard_of(outcome.wanted.sha256 or "")]
+            shard = self._held[shard_of(outcome.request.sha256 or "")]
             self._open -= 1
             shard.open -= 1
             if not shard.open:

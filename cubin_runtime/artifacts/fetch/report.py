@@ -55,7 +55,7 @@ def report_of(
     by_source: Counter[str] = Counter()
     for outcome in outcomes:
         if outcome.source is not None:
-            by_source[outcome.source] += names[outcome.wanted.sha256]
+            by_source[outcome.source] += names[outcome.request.sha256]
     fetched = sum(by_source.values())
     return FetchReport(
         pin=pin.name,
@@ -92,7 +92,7 @@ def _raise_failures(pin: Pin, chosen: int, failed: Sequence[Outcome]) -> None:
 
 def _cause(outcome: Outcome) -> str:
     """The failure without the file's own name, so that equal causes are listed once."""
-    path = outcome.wanted.path.text
+    path = outcome.request.path.text
     text = str(outcome.error).removeprefix(f"no source delivered {path}:").strip().replace("\n  ", "; ")
     for name in (quote(path), path):
         text = text.replace(f"/{name}", "").replace(name, "a file")

@@ -20,7 +20,7 @@ _JOIN_SECONDS = 2.0
 class Outcome:
     """The outcome of one object: ``source`` None: it was there already; ``error`` None: it is there now."""
 
-    wanted: FileRequest
+    request: FileRequest
     source: str | None = None
     size: int = 0
     error: Exception | None = None

@@ -40,7 +40,7 @@ def any_size_path(signature: Signature, arguments: Sequence[Any], result: Any, n
 
 
 def is_second(known: dict[Hashable, None], notes: Notes) -> bool:
-    """Whether this is the second call that needed a new plan in its family, of those ``known``."""
+    """Return whether this is the second call that needed a new plan in its family, of those ``known``."""
     if len(notes.launched) != 1 or not notes.repeatable:
         return False
     (launched,) = notes.launched
@@ -57,7 +57,7 @@ def is_second(known: dict[Hashable, None], notes: Notes) -> bool:
 
 
 class SizedPath:
-    """Sends the calls of one form and any size: each size has a plan, and from its second call on a path by that.
+    """Sends the calls of one form and any size: each size has a plan, and from its third call on a path by that.
 
     The runtime keeps the plans, and with them their workspaces; with a plan that it drops goes the path. Safe between
     threads.
@@ -79,9 +79,9 @@ class SizedPath:
         self._names, self._sizes = tuple(sizes), tuple(sizes.values())
         self._bound, self._arguments = bound, arguments
         self._sources = dict(zip(launched.names, table.values, strict=True))
-        given = [name for name, value in self._sources.items() if type(value) is not InScratch]
-        self._addresses = [self._sources[name] for name in given if name not in launched.numbers]
-        self._numbers = [self._sources[name] for name in given if name in launched.numbers]
+        names = [name for name, value in self._sources.items() if type(value) is not InScratch]
+        self._addresses = [self._sources[name] for name in names if name not in launched.numbers]
+        self._numbers = [self._sources[name] for name in names if name in launched.numbers]
         self._lock = threading.RLock()
         self._plans: dict[tuple[int, ...], ref[Any]] = {}
         self._paths: dict[tuple[int, ...], Path] = {}
@@ -99,8 +99,9 @@ class SizedPath:
         return self._launch(frame, sizes) if result is MISS else result
 
     def _launch(self, frame: Frame, sizes: tuple[int, ...]) -> Any:
-        """A call by its plan, after which such calls have a path."""
-        plan, first = self._plan_of(sizes), frame.tensors[0]
+        """A call by its plan; the second of these sizes is the last without a path: most sizes do not come back."""
+        first, is_known = frame.tensors[0], sizes in self._plans
+        plan = self._plan_of(sizes)
         stream = self._place.stream_of(frame.slots, first)
         bound = 0 if self._bound is None else frame.slots[self._bound]
         if plan is None or stream is None or bound > plan.bounds[1]:
@@ -113,7 +114,8 @@ class SizedPath:
         workspace = None if slot is None else frame.slots[slot]
         launched = self._family.launch(plan, addresses, numbers, workspace, first, stream)
         self._place.record(frame.slots, stream, frame.tensors)
-        self._keep(sizes, plan, launched, workspace)
+        if is_known:
+            self._keep(sizes, plan, launched, workspace)
         return result
 
     def _plan_of(self, sizes: tuple[int, ...]) -> Any:
@@ -213,10 +215,10 @@ class _Builder(PathBuilder):
 
     def _check_made(self) -> None:
         """Check that what is made has the size of what it is made from, for which both are contiguous."""
-        for made, item in zip(self.notes.made, self.made, strict=True):
-            if len(self.made) > 1 or len(made.sources) != 1 or "out" not in self.sizes:
+        for note, item in zip(self.notes.made, self.made, strict=True):
+            if len(self.made) > 1 or len(note.sources) != 1 or "out" not in self.sizes:
                 raise UnlikeError
-            (source,) = (known for _, known in self.tensors if known.tensor is made.sources[0])
+            (source,) = (known for _, known in self.tensors if known.tensor is note.sources[0])
             for view in (item.view, source.view):
                 if view.strides != TensorView.contiguous(0, view.dtype, view.shape).strides:
                     raise UnlikeError

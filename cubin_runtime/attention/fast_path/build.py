@@ -128,12 +128,12 @@ class PathBuilder:
             forms=KnownForms([item for _, item in self.tensors], sized),
             compared=compared,
             values=values,
-            made=tuple(self._made_row(number) for number in range(len(self.made))),
+            makes=tuple(self._made_row(number) for number in range(len(self.made))),
             result=self._result(result),
         )
 
     def source(self, name: str, value: Any) -> Source:
-        """Where one of the launch's values comes from."""
+        """The source of one of the launch's values."""
         launched, scratch = self.launched, self.launched.scratch
         if scratch is not None and name in scratch.names:
             return InScratch(scratch.names.index(name))
@@ -143,7 +143,7 @@ class PathBuilder:
 
     @property
     def of_views(self) -> bool:
-        """Whether the first tensor is a view, of which torch knows nothing."""
+        """Return whether the first tensor is a view, of which torch knows nothing."""
         return type(self.tensors[0][1].tensor) is TensorView
 
     def _single(self, slot: int, name: str, value: Any) -> None:
@@ -212,10 +212,10 @@ class PathBuilder:
         return keyed_rows(rows, values, self.launched.prepared, memory)
 
     def _made_row(self, number: int) -> Made:
-        made, item = self.notes.made[number], self.made[number]
+        note, item = self.notes.made[number], self.made[number]
         counts = len(self.tensors) + number in self.used
         return Made(
-            made.make, tuple(self._number_of(source) for source in made.sources), item.address_of if counts else None
+            note.make, tuple(self._number_of(source) for source in note.sources), item.address_of if counts else None
         )
 
     def _number_of(self, tensor: Any) -> int:

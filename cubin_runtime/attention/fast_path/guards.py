@@ -91,7 +91,7 @@ class KnownForms:
 
     @property
     def accelerated(self) -> tuple[Callable[[], object], dict[str, Any], Callable[..., bool] | None] | None:
-        """What tests the same in C: whether any mode intercepts calls, the names of torch's module of derivatives, and
+        """The same test for C: whether any mode intercepts calls, the names of torch's module of derivatives, and
         the guard of all tensors, which is None where there are no tensors; None: Python is to test them."""
         if self._same or self._views or self._without_grad or (self._rest and self._check is None):
             return None
@@ -191,7 +191,7 @@ def _guard_of(
 
 @cache
 def _guards_work() -> bool:
-    """Whether torch's guards, which are not public, tell apart all that they must."""
+    """Return whether torch's guards, which are not public, tell apart all that they must."""
     torch = sys.modules["torch"]
     try:
         empty = torch.empty

@@ -1,4 +1,4 @@
-"""What the full path records about a call, so that a call like it can be launched without it."""
+"""Notes of the full path about a call, so that a call like it can be launched without it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Family(Protocol):
 
     @property
     def key(self) -> Hashable:
-        """What its calls have in common."""
+        """The key of all that its calls have in common."""
         ...
 
     @property
@@ -83,7 +83,7 @@ class Launched(NamedTuple):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What the values are called."""
+        """The names of the values."""
         return self.prepared.names
 
 

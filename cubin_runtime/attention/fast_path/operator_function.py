@@ -31,7 +31,7 @@ _numbers = count()
 
 
 class _State:
-    """What all operators look at before a fast path."""
+    """The state that all operators look at before a path."""
 
     suspended = 0
     compiling: Callable[[], bool]
@@ -63,7 +63,7 @@ _undefined: list[tuple[TorchOp, Callable[..., Any]]] = []
 
 
 class Suspendable(Protocol):
-    """What sends calls by a function of its own."""
+    """A sender of calls by a path of its own."""
 
     def suspend(self, suspended: bool) -> None:
         """Take the full path from now on, or no longer."""
@@ -79,12 +79,12 @@ _state.compiling = _compiling
 
 
 def is_compiling() -> bool:
-    """Whether torch traces or compiles this call."""
+    """Return whether torch traces or compiles this call."""
     return _state.compiling()
 
 
 def is_suspended() -> bool:
-    """Whether calls take the full path alone: they are recorded, or this process was forked."""
+    """Return whether calls take the full path alone: they are recorded, or this process was forked."""
     return _state.suspended > 0
 
 
@@ -202,11 +202,11 @@ class _Operator:
         Raises:
             TypeError: they are not what the operator takes.
         """
-        given = self._binding.in_order(arguments, options)
-        if given is None:
+        slots = self._binding.in_order(arguments, options)
+        if slots is None:
             inspect.signature(self._full).bind(*arguments, **options)  # which says what is wrong
             raise TypeError(f"{self._full.__name__}: unexpected arguments")
-        return dict(zip(self._binding.names, given, strict=True))
+        return dict(zip(self._binding.names, slots, strict=True))
 
     def call(self, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
         """The full path, from whose notes a path is built for calls like one that is made again and again."""
@@ -215,18 +215,18 @@ class _Operator:
         else:
             holder = runtime_of(options.get("runtime"))
             _state.runtime_type = type(holder)
-        given = self.bound(arguments, options)
-        if self.op is not None and is_intercepted(list(given.values())):
-            return self.op.call(given)
+        values = self.bound(arguments, options)
+        if self.op is not None and is_intercepted(list(values.values())):
+            return self.op.call(values)
         if _state.suspended:
-            return self._full(**given)
+            return self._full(**values)
         with taking_notes() as notes:
             scales = {
-                name: number_of(name, given[name]) for name in self._signature.scales if type(given[name]) is float
+                name: number_of(name, values[name]) for name in self._signature.scales if type(values[name]) is float
             }
-            result = self._full(**{**given, **scales})
-        note_use(given, notes)
-        self._keep(holder, list(given.values()), result, notes)
+            result = self._full(**{**values, **scales})
+        note_use(values, notes)
+        self._keep(holder, list(values.values()), result, notes)
         return result
 
     def _keep(self, holder: Any, arguments: list[Any], result: Any, notes: Notes) -> None:

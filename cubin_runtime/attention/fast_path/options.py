@@ -14,7 +14,7 @@ from .notes import Notes
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What the arguments of an operator mean, beyond tensors and fixed options.
+    """The meaning of an operator's arguments, beyond tensors and fixed options.
 
     ``scales`` are the arguments that numbers among the launch's values are products of, ``bound`` is the one that
     bounds the lengths, ``memory`` those in which regions are placed, ``contents`` those that the full path may read.
@@ -42,12 +42,12 @@ def is_runtime(value: Any) -> bool:
     return isinstance(value, Runtime)
 
 
-def note_use(given: Mapping[str, Any], notes: Notes) -> None:
+def note_use(arguments: Mapping[str, Any], notes: Notes) -> None:
     """Tell torch's allocator of a call's tensors where the call named a stream that is not the current one."""
-    stream, launched = given.get("stream"), notes.launched[0] if notes.launched else None
+    stream, launched = arguments.get("stream"), notes.launched[0] if notes.launched else None
     if stream is None or launched is None or launched.memory is None:
         return
-    tensors = [value for value in (*given.values(), *(item.tensor for item in notes.made)) if is_plain(value)]
+    tensors = [value for value in (*arguments.values(), *(item.tensor for item in notes.made)) if is_plain(value)]
     if tensors and stream_handle(stream) != launched.memory.stream_query()(launched.device):
         record_use(stream_handle(stream), launched.device, tensors)
 

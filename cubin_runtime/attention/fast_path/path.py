@@ -19,6 +19,7 @@ from .table import (
     CallTable,
     Constant,
     Kind,
+    Made,
     Product,
     Source,
     address_reader,
@@ -46,7 +47,7 @@ MISS = object()  # what a path gives for a call that is not of its form, before 
 
 
 class Place(NamedTuple):
-    """Where a call is sent: its stream, and its scratch's workspace and place there, if it has any."""
+    """The stream that a call is sent on, and its scratch's workspace and place there, if it has any."""
 
     stream: int
     workspace: Any = None
@@ -178,7 +179,7 @@ class Frame(NamedTuple):
 
 
 class Size(NamedTuple):
-    """Where a size of a call comes from: the ``SLOT`` of an argument, a ``TENSOR``'s first dimension, or neither."""
+    """The source of a size of a call: the ``SLOT`` of an argument, a ``TENSOR``'s first dimension, or neither."""
 
     kind: int
     number: int
@@ -196,7 +197,7 @@ class Form:
     def __init__(self, table: CallTable) -> None:
         self.takes, self._addresses = all_hold(table.tests), address_reader(table.tensors)
         self._slots = [row.slot for row in table.tensors]
-        self._forms, self._compared, self._made, self._result = table.forms, table.compared, table.made, table.result
+        self._forms, self._compared, self._made, self._result = table.forms, table.compared, table.makes, table.result
 
     def frame(self, arguments: Sequence[Any]) -> Frame | None:
         """The frame of a call, without what it makes; None: it is not of this form."""
@@ -223,11 +224,11 @@ class Form:
         items = slots
         if self._made:
             items = slots.copy()
-            for made in self._made:
-                tensor = made.make(*[tensors[number] for number in made.tensors])
+            for row in self._made:
+                tensor = row.make(*[tensors[number] for number in row.tensors])
                 tensors.append(tensor)
                 items.append(tensor)
-                addresses.append(0 if made.address_of is None else made.address_of(tensor))
+                addresses.append(0 if row.address_of is None else row.address_of(tensor))
         if type(self._result) is tuple:
             return tuple([items[slot] for slot in self._result])
         return None if self._result is None else items[self._result]
@@ -279,7 +280,7 @@ class Path:
         return result
 
     def _key(self, place: Place, addresses: Sequence[int]) -> tuple[Hashable, ...]:
-        """What the senders are kept by."""
+        """The key that the senders are kept by."""
         keyed = [addresses[number] for number in self._keyed]
         if not self._by_place:
             return tuple(keyed)
@@ -337,7 +338,9 @@ def accelerated_walk(
         stream=(place.query, place.device) if isinstance(place, PlaceFinder) else None,
         scratch=(place.scratch.legacy, place.place_of) if place.scratch is not None and place.place_of else None,
         bound=bound,
-        made=(table.made[0].make, table.made[0].tensors, table.made[0].address_of is not None) if table.made else None,
+        made=(table.makes[0].make, table.makes[0].tensors, table.makes[0].address_of is not None)
+        if table.makes
+        else None,
         stream_slot=-1 if place.stream_slot is None else place.stream_slot,
         workspace_slot=-1 if place.workspace_slot is None else place.workspace_slot,
     )
@@ -345,7 +348,7 @@ def accelerated_walk(
 
 def _is_simple(table: CallTable, place: PlaceFinder | BoundPlace) -> bool:
     """Return whether the accelerator knows all of a table's rows and the ways to its place."""
-    if table.compared or len(table.made) > 1:
+    if table.compared or len(table.makes) > 1:
         return False
     return isinstance(place, BoundPlace) or place.query is not None
 
@@ -354,6 +357,10 @@ def _test(test: ArgumentTest) -> tuple[Any, ...]:
     if test.kind == Kind.WORKSPACE:
         return test.kind, test.slot, (test.known, test.low), 0, 0
     return test.kind, test.slot, test.known, test.low, test.high
+
+
+def _make(row: Made) -> tuple[Any, ...]:
+    return row.make, row.tensors, row.address_of is not None
 
 
 def _write(source: Source) -> tuple[int, int, int, tuple[int | float, ...]]:

@@ -38,16 +38,16 @@ class Binding:
         if len(arguments) > self.by_position:
             return None
         behind, slots = self.first + len(arguments), self._slots
-        given = [*self.empty[: self.first], *arguments, *self.empty[behind:]]
+        slots_in_order = [*self.empty[: self.first], *arguments, *self.empty[behind:]]
         for name, value in options.items():
             slot = slots.get(name, -1)
             if slot < behind:  # unknown, or given by position too
                 return None
-            given[slot] = value
+            slots_in_order[slot] = value
         for slot in self._required:
-            if given[slot] is MISS:
+            if slots_in_order[slot] is MISS:
                 return None
-        return given
+        return slots_in_order
 
 
 class Paths(Protocol):
@@ -56,7 +56,7 @@ class Paths(Protocol):
     entries: tuple[AnyPath, ...]
 
     def send(self, *arguments: Any, **options: Any) -> Any:
-        """What the path of such calls gives, or else what ``otherwise`` does, or ``MISS`` without that."""
+        """The result of the path of such calls, or else of ``otherwise``, or ``MISS`` without that."""
         ...
 
 

@@ -19,7 +19,7 @@ SCALE_LIMIT = 2.0**127  # in size: a larger number is refused by the full path
 
 
 class Kind(IntEnum):
-    """What a test asks of an argument."""
+    """A condition on an argument."""
 
     IDENTICAL = 0  # it is `known`
     EQUAL = 1  # of the type of `known`, and equal to it
@@ -165,7 +165,7 @@ class CallTable:
         forms: the forms that they have.
         compared: relations of their addresses.
         values: where each value of the launch comes from, in order.
-        made: the tensors that the call makes.
+        makes: the tensors that the call makes.
         result: slots of what the call returns, those of tensors that are made behind all others; a tuple of these, or
             None for nothing.
     """
@@ -175,7 +175,7 @@ class CallTable:
     forms: KnownForms
     compared: tuple[Compared, ...]
     values: tuple[Source, ...]
-    made: tuple[Made, ...]
+    makes: tuple[Made, ...]
     result: Any
 
 
