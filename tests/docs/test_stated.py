@@ -17,7 +17,6 @@ CHOSEN = {
     "docs/debugging.md": ["16 launches"],
     "docs/decode_kernels.md": ["15%"],  # what the cost model calls near
     "docs/fetching.md": ["30 s", "60 s"],
-    "docs/launch_path.md": ["256 times"],
     "docs/operators.md": ["2 s"],
     "docs/results/correctness.md": ["12 x"],
     "docs/testing.md": ["2 %", "0.4 %", "0.15 %", "0.2 %", "0.05 %", "4 %"],
