@@ -107,11 +107,16 @@ class KnownForms:
                 return False
         if not self._rest:
             return True
+        if len(self._rest) < len(tensors):
+            tensors = [tensors[number] for number in self._rest]
+        return self._are_of_torch(tensors)
+
+    def _are_of_torch(self, others: Sequence[Any]) -> bool:
+        """Return whether torch's tensors have these forms."""
         if self._modes() or self._levels.get(LEVEL, 0) >= 0:  # in a level, any tensor may have a tangent
             return False
         if self._without_grad and sys.modules["torch"].is_grad_enabled():
             return False
-        others = [tensors[number] for number in self._rest]
         if self._check is None:
             return all(test(other) for test, other in zip(self._each, others, strict=True))
         if not self._by_accelerator and not (

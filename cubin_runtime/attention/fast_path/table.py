@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import IntEnum
+from functools import reduce
 from math import copysign
-from operator import itemgetter
+from operator import itemgetter, or_
 from typing import Any, NamedTuple
 
 from ...values import dataclass
@@ -183,7 +184,9 @@ def address_reader(rows: Sequence[TensorRow]) -> Callable[[Sequence[Any]], list[
     """A function that gives the tensors' addresses, 0 for those that do not count; None: one is null, or differs in the
     bits that count."""
     counted = [(number, row.address_of, row.mask, row.rest) for number, row in enumerate(rows) if row.address_of]
-    count = len(rows)
+    count, kinds = len(rows), {(row.address_of, row.mask, row.rest) for row in rows}
+    if len(kinds) == 1 and rows[0].address_of is not None and not rows[0].rest:
+        return _alike(rows[0].address_of, rows[0].mask)
 
     def read(tensors: Sequence[Any]) -> list[int] | None:
         addresses = [0] * count
@@ -193,6 +196,16 @@ def address_reader(rows: Sequence[TensorRow]) -> Callable[[Sequence[Any]], list[
                 return None
             addresses[number] = address
         return addresses
+
+    return read
+
+
+def _alike(address_of: Callable[[Any], int], mask: int) -> Callable[[Sequence[Any]], list[int] | None]:
+    """``address_reader`` of tensors that are all read in one way, with no bit of ``mask`` in their addresses."""
+
+    def read(tensors: Sequence[Any]) -> list[int] | None:
+        addresses = list(map(address_of, tensors))
+        return addresses if all(addresses) and not reduce(or_, addresses) & mask else None
 
     return read
 

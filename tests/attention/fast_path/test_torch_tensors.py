@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable
 from typing import Any
 from weakref import ref
@@ -12,7 +13,7 @@ from fast_path_calls import FullPaths, suspended
 from host_tensors import memory_of_host_tensors
 
 from cubin_runtime.attention import Runtime, call_family, mla_decode, paged_decode, plan_paged_decode
-from cubin_runtime.attention.fast_path import guards
+from cubin_runtime.attention.fast_path import guards, operator_function
 from cubin_runtime.compat import flashinfer
 from cubin_runtime.errors import UsageError
 from cubin_runtime.kernels.native.decode.params import PAGED_DECODE_TMA
@@ -46,6 +47,11 @@ def given(**changes: Any) -> dict[str, Any]:
         "out": torch.zeros(2, 32, 128, dtype=BF16),
     }
     return {**made, **changes}
+
+
+def ragged(tokens: int) -> dict[str, Any]:
+    rows = {name: torch.zeros(tokens, 32, 128, dtype=BF16) for name in ("q", "out")}
+    return given(**rows, q_cu_seq_lens=torch.zeros(3, dtype=torch.int32))
 
 
 def latent() -> dict[str, Any]:
@@ -371,8 +377,9 @@ def test_use_on_another_stream_is_recorded(runtime: Runtime, monkeypatch: pytest
     assert uses == [(side, 6)] * 3
 
 
+@pytest.mark.parametrize("of_any_size", [False, True])
 def test_each_graph_that_torch_captures_has_scratch_of_its_own(
-    runtime: Runtime, standin: StandIn, monkeypatch: pytest.MonkeyPatch
+    runtime: Runtime, standin: StandIn, monkeypatch: pytest.MonkeyPatch, of_any_size: bool
 ) -> None:
     stream = runtime.driver.create_stream()
     monkeypatch.setattr(runtime.memory, "current_stream", lambda like: stream)
@@ -384,7 +391,12 @@ def test_each_graph_that_torch_captures_has_scratch_of_its_own(
         return of_graphs[-1]
 
     monkeypatch.setattr(call_family, "torch_bytes", torch_bytes)
-    tensors = given()
+    if of_any_size:
+        monkeypatch.setattr(sys.modules[operator_function.__module__], "FULL_RUNS", 1 << 30)
+        for tokens in (3, 4, 2, 2, 2):
+            paged_decode(**ragged(tokens), max_seq_len=256, max_q_len=4, runtime=runtime)
+        assert [len(paths.entries) for paths in runtime.family_paths.values()] == [1]
+    tensors = ragged(2) | {"max_q_len": 4} if of_any_size else given()
 
     def counters() -> object:
         paged_decode(**tensors, max_seq_len=256, runtime=runtime)
