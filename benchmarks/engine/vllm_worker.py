@@ -83,7 +83,7 @@ class Worker(Requests):
         self._clock.wrap(Builder, "build")
 
     def counters(self) -> dict[str, Any]:
-        """What our runtime loaded, allocated, generated and planned so far; nothing where it is another process."""
+        """What our runtime loaded, allocated and planned so far; nothing where it is another process."""
         if not self._in_process:
             return {}
         from cubin_runtime.attention.process import default
@@ -91,13 +91,10 @@ class Worker(Requests):
         made = default.runtime
         if made is None:
             return {}
-        from cubin_runtime.launch.compiled import _code
-
         stats = made.stats()
         return {
             "loads": stats.loads,
             "allocations": self._clock.calls.get("allocate", 0),
-            "functions": _code.cache_info().misses,
             "fast_paths": stats.fast_paths,
             "plans": stats.plans_made,
         }

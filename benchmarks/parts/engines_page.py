@@ -194,7 +194,7 @@ def _readiness(engine: str, rows: Sequence[Row]) -> str:
     for row in (row for row in rows if "after" in row):
         now = row["after"][OURS[engine]]
         requests = row["requests"] if row["requests"] == 20 else requests + row["requests"]
-        counted = [now[name] - before.get(name, 0) for name in ("loads", "allocations", "functions")]
+        counted = [now.get(name, 0) - before.get(name, 0) for name in ("loads", "allocations", "functions")]
         if row["requests"] != 20:
             lines.append((MODELS[row["model"]], requests, *counted))
         before = now

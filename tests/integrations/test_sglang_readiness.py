@@ -20,7 +20,6 @@ import sglang_mla_steps as mla  # noqa: E402
 from sglang.srt.model_executor.forward_batch_info import ForwardMode  # noqa: E402
 
 from cubin_runtime.attention import Runtime  # noqa: E402
-from cubin_runtime.launch import compiled  # noqa: E402
 from cubin_runtime.testing import StandIn  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -89,7 +88,7 @@ def step_of(engine: Any, chance: random.Random, drafts: int) -> Any:
 
 @pytest.mark.parametrize("drafts", [0, 4])
 @pytest.mark.parametrize("model", [Plain, Latent])
-def test_after_the_first_steps_nothing_is_loaded_allocated_or_generated(
+def test_after_the_first_steps_nothing_is_loaded_or_allocated(
     hopper: Runtime, standin: StandIn, flags: SimpleNamespace, model: Any, drafts: int
 ) -> None:
     if drafts:
@@ -101,11 +100,11 @@ def test_after_the_first_steps_nothing_is_loaded_allocated_or_generated(
     counts: list[tuple[int, int]] = []
     for number in range(FIRST + STEPS):
         if number == FIRST:
-            counts.append((len(standin.calls("cuMemAlloc")), compiled._code.cache_info().misses))
+            counts.append(len(standin.calls("cuMemAlloc")))
         step = step_of(engine, chance, drafts)
         engine.made.init_forward_metadata(step)
         engine.forward(step)
-    counts.append((len(standin.calls("cuMemAlloc")), compiled._code.cache_info().misses))
+    counts.append(len(standin.calls("cuMemAlloc")))
     assert hopper.stats().loads == loads
     assert counts[0] == counts[1]
 

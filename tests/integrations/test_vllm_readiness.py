@@ -19,8 +19,6 @@ from vllm_steps import builder, cache, layer, speculative, step  # noqa: E402
 
 # isort: on
 from cubin_runtime.attention import Runtime  # noqa: E402
-from cubin_runtime.attention.fast_path.any_size import OFTEN  # noqa: E402
-from cubin_runtime.launch import compiled  # noqa: E402
 from cubin_runtime.testing import StandIn  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -80,33 +78,21 @@ def run(made: Any, metadata: Any, kv_cache: Any, drafts: int | None = None) -> N
     made.forward(None, query, None, None, kv_cache, built, torch.empty_like(query))
 
 
-def test_steps_of_mixed_lengths_load_allocate_and_generate_nothing(
-    ready: Any, hopper: Runtime, standin: StandIn
-) -> None:
+def test_steps_of_mixed_lengths_load_and_allocate_nothing(ready: Any, hopper: Runtime, standin: StandIn) -> None:
     chance, kv_cache = random.Random(1), cache()
-    before, written = hopper.stats(), compiled._code.cache_info().misses
+    before = hopper.stats()
     allocations = len(standin.calls("cuMemAlloc"))
     for _ in range(STEPS):
         run(ready, mixed_step(chance), kv_cache)
     assert (hopper.stats().loads, hopper.stats().fast_paths) == (before.loads, before.fast_paths)
     assert len(standin.calls("cuMemAlloc")) == allocations
-    assert compiled._code.cache_info().misses == written
 
 
-@pytest.mark.parametrize("q_lens", [[1] * 5, [7, 9], [1, 6], [1, 1, 6], [1, 1, 1, 6], [1, 1, 1, 1, 6, 8]])
-def test_a_step_that_comes_often_generates_nothing(ready: Any, q_lens: list[int]) -> None:
-    kv_cache, metadata = cache(), step(q_lens, [MAX_LEN] * len(q_lens))
-    written = compiled._code.cache_info().misses
-    for _ in range(2 * OFTEN):
-        run(ready, metadata, kv_cache)
-    assert compiled._code.cache_info().misses == written
-
-
-def test_steps_with_drafts_load_allocate_and_generate_nothing(
+def test_steps_with_drafts_load_and_allocate_nothing(
     hopper: Runtime, standin: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, chance, kv_cache = start(monkeypatch, drafts=3), random.Random(2), cache()
-    loads, written = hopper.stats().loads, compiled._code.cache_info().misses
+    loads = hopper.stats().loads
     allocations = len(standin.calls("cuMemAlloc"))
     for number in range(STEPS // 4):
         requests = chance.randrange(1, REQUESTS + 1)
@@ -114,7 +100,6 @@ def test_steps_with_drafts_load_allocate_and_generate_nothing(
         run(made, step(q_lens, [chance.randrange(new, MAX_LEN + 1) for new in q_lens]), kv_cache, drafts=3)
     assert hopper.stats().loads == loads
     assert len(standin.calls("cuMemAlloc")) == allocations
-    assert compiled._code.cache_info().misses == written
 
 
 def test_a_kernel_that_is_not_loaded_is_none_of_those_that_steps_use(ready: Any, hopper: Runtime) -> None:

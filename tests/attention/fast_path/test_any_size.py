@@ -139,6 +139,8 @@ def test_a_plan_that_the_runtime_dropped_is_made_again(
     )
     assert [caller.outcome(call) for call in calls] == outcomes
     assert full_paths.count == 2
+    ((path,),) = (paths.entries for paths in runtime.family_paths.values())
+    assert len(path._plans) <= 6  # others went with their plans
 
 
 @pytest.mark.parametrize("name", ["context_attention over pages"])
