@@ -233,7 +233,7 @@ static PyObject *find_place(const Walk *self, const Call *call) {
                         ? call_one(self->place_of, handle)
                         : PyObject_CallMethodObjArgs(call->slots[self->workspace_slot], self->claim_name, handle, NULL);
   Py_DECREF(handle);
-  if (place == NULL && self->workspace_slot >= 0) {
+  if (place == NULL && self->workspace_slot >= 0 && PyErr_ExceptionMatches(PyExc_Exception)) {
     PyErr_Clear();  // Python claims it again, and says what is wrong
     return Py_NewRef(Py_None);
   }
