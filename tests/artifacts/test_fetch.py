@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from children import ORDINARY_USER, needs_mounts, run_child
-from fleet import start_python, wait_until
+from fleet import children_of, is_running, start_python, wait_until
 from releases import PATIENT_LIMITS, QUICK_POLICY, Release, make_release, visible_files, zip_tree
 from serving import (
     Action,
@@ -428,8 +428,10 @@ def test_a_process_killed_in_the_middle_leaves_nothing_visible_and_the_next_comp
     server.fault(NAME, hang)
     child = start(release, store, server.url)
     wait_until(lambda: server.count(NAME) > 0)
+    workers = children_of(child.pid)
     os.kill(child.pid, signal.SIGKILL)
     child.communicate()
+    wait_until(lambda: not any(map(is_running, workers)))  # while one runs, its temporary is no leftover
     assert release.digest(NAME) not in visible_files(store)
     server.fault(NAME, ok)
     release.library(store, server.url).fetch(release.pin)
