@@ -106,17 +106,17 @@ class SizedPath:
         bound = 0 if self._bound is None else frame.slots[self._bound]
         if plan is None or stream is None or bound > plan.bounds[1]:
             return MISS
-        result = self._form.complete(frame)
+        completed = self._form.completed(frame)
         addresses, numbers = (
-            tuple([frame.value(source, ()) for source in sources]) for sources in (self._addresses, self._numbers)
+            tuple([completed.value(source, ()) for source in sources]) for sources in (self._addresses, self._numbers)
         )
         slot = self._place.workspace_slot
         workspace = None if slot is None else frame.slots[slot]
         launched = self._family.launch(plan, addresses, numbers, workspace, first, stream)
-        self._place.record(frame.slots, stream, frame.tensors)
+        self._place.record(frame.slots, stream, completed.tensors)
         if is_known:
             self._keep(sizes, plan, launched, workspace)
-        return result
+        return self._form.result(completed)
 
     def _plan_of(self, sizes: tuple[int, ...]) -> Any:
         """The plan of calls of these sizes, made if there is none; None: the full path refuses them."""

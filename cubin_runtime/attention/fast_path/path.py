@@ -163,7 +163,7 @@ def _finder(scratch: Scratch, context: int) -> Callable[[int], Any]:
 
 
 class Frame(NamedTuple):
-    """A call on its way through a table: arguments, tensors (those that are made follow the others), addresses."""
+    """A call on its way through a table: arguments, tensors and addresses; what is made follows the others."""
 
     slots: list[Any]
     tensors: list[Any]
@@ -192,7 +192,7 @@ class Size(NamedTuple):
 
 
 class Form:
-    """The calls of a table's form: up to what they make, and the result."""
+    """The calls of a table's form: what they make, and their results."""
 
     def __init__(self, table: CallTable) -> None:
         self.takes, self._addresses = all_hold(table.tests), address_reader(table.tensors)
@@ -218,20 +218,21 @@ class Form:
             for (one, offset), (other, beyond), equal in self._compared
         )
 
-    def complete(self, frame: Frame) -> Any:
-        """Make the tensors that a call makes, once nothing refuses it; the result."""
-        slots, tensors, addresses = frame
-        items = slots
-        if self._made:
-            items = slots.copy()
-            for row in self._made:
-                tensor = row.make(*[tensors[number] for number in row.tensors])
-                tensors.append(tensor)
-                items.append(tensor)
-                addresses.append(0 if row.address_of is None else row.address_of(tensor))
+    def completed(self, frame: Frame) -> Frame:
+        """The frame of a call that nothing refuses, with what it makes; the one given may be completed again."""
+        if not self._made:
+            return frame
+        made = [row.make(*[frame.tensors[number] for number in row.tensors]) for row in self._made]
+        read = zip(self._made, made, strict=True)
+        addresses = [0 if row.address_of is None else row.address_of(tensor) for row, tensor in read]
+        return Frame([*frame.slots, *made], [*frame.tensors, *made], [*frame.addresses, *addresses])
+
+    def result(self, completed: Frame) -> Any:
+        """The result of a call."""
+        slots = completed.slots
         if type(self._result) is tuple:
-            return tuple([items[slot] for slot in self._result])
-        return None if self._result is None else items[self._result]
+            return tuple([slots[slot] for slot in self._result])
+        return None if self._result is None else slots[self._result]
 
 
 class Path:
@@ -265,19 +266,19 @@ class Path:
 
     def sent(self, frame: Frame) -> Any:
         """The result of a call that is of this form, as its frame says, or ``MISS``."""
-        slots, tensors, addresses = frame
-        place = self._place.find(slots, tensors[0] if tensors else None)
+        place = self._place.find(frame.slots, frame.tensors[0] if frame.tensors else None)
         if place is None:
             return MISS
-        result = self._form.complete(frame)
+        completed = self._form.completed(frame)
+        slots, tensors, addresses = completed
         key = self._key(place, addresses)
         try:
             written = [read(slots, addresses) for read in self._written]
-            self._senders.send(key, place.stream, written, lambda: self._everything(frame, place))
+            self._senders.send(key, place.stream, written, lambda: self._everything(completed, place))
         except OtherContextError:  # whose launches the full path makes
             return MISS
         self._place.record(slots, place.stream, tensors)
-        return result
+        return self._form.result(completed)
 
     def _key(self, place: Place, addresses: Sequence[int]) -> tuple[Hashable, ...]:
         """The key that the senders are kept by."""

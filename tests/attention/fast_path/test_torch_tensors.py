@@ -282,6 +282,17 @@ def test_outputs_are_made_in_the_size_of_each_call(runtime: Runtime, full_paths:
     assert full_paths.count == 2
 
 
+def test_an_output_is_made_where_another_context_is_current(
+    runtime: Runtime, standin: StandIn, full_paths: FullPaths
+) -> None:
+    kept = [paged_decode(**of_batch(batch, out=None), max_seq_len=256, runtime=runtime) for batch in (3, 4, 5, 5, 5)]
+    runtime.driver.set_current(standin.make_context(0))
+    standin.clear_log()
+    out = paged_decode(**of_batch(5, out=None), max_seq_len=256, runtime=runtime)
+    assert out.data_ptr().to_bytes(8, "little").hex() in str(standin.call("cuLaunchKernelEx"))
+    assert (full_paths.count, len(kept)) == (2, 5)
+
+
 def test_rows_between_other_columns_get_a_contiguous_output_in_any_size(runtime: Runtime) -> None:
     for batch in range(1, 9):
         own = of_batch(batch, out=None) | {"q": torch.zeros(batch, 48, 128, dtype=BF16)[:, 16:]}
