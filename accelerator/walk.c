@@ -472,7 +472,7 @@ static int refuse(const char *what) {
   return -1;
 }
 
-static int is_slot(const Walk *self, int slot) { return slot >= 0 && slot < MOST_SLOTS; }
+static int is_slot(int slot) { return slot >= 0 && slot < MOST_SLOTS; }
 
 static int set_tests(Walk *self, PyObject *tests) {
   Py_ssize_t count = PyTuple_Size(tests);
@@ -484,7 +484,7 @@ static int set_tests(Walk *self, PyObject *tests) {
                           &test->high)) {
       return -1;
     }
-    if (test->kind < IDENTICAL || test->kind > WORKSPACE || !is_slot(self, test->slot)) return refuse("tests");
+    if (test->kind < IDENTICAL || test->kind > WORKSPACE || !is_slot(test->slot)) return refuse("tests");
     if (test->kind == SEQUENCE && test->known != (PyObject *)&PyTuple_Type && test->known != (PyObject *)&PyList_Type) {
       return refuse("tests");
     }
@@ -505,7 +505,7 @@ static int set_tensors(Walk *self, PyObject *tensors) {
                           &row->rest)) {
       return -1;
     }
-    if (!is_slot(self, row->slot) || (row->keyed && !row->counts)) return refuse("tensors");
+    if (!is_slot(row->slot) || (row->keyed && !row->counts)) return refuse("tensors");
     self->keyed += row->keyed;
   }
   self->tensors = (int)count;

@@ -11,7 +11,7 @@ from ..tensor import TensorView
 from ..values import dataclass
 from .checks import real
 
-_MAX_SCALE = 2.0**127
+MAX_SCALE = 2.0**127
 _TENSOR_MARKS = ("data_ptr", "__cuda_array_interface__", "__dlpack__")
 
 
@@ -47,8 +47,8 @@ def float32_number(name: str, value: Any) -> float:
         UsageError: it is not; the message begins with ``name``.
     """
     number = real(name, value)
-    if not -_MAX_SCALE <= number <= _MAX_SCALE:
-        raise UsageError(f"{name}={number}: expected a finite number, at most {_MAX_SCALE:.3g} in size")
+    if not -MAX_SCALE <= number <= MAX_SCALE:
+        raise UsageError(f"{name}={number}: expected a finite number, at most {MAX_SCALE:.3g} in size")
     return number
 
 

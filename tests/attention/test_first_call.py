@@ -16,7 +16,7 @@ from cubin_runtime.attention import Runtime, paged_decode
 
 PACKAGE = str(Path(cubin_runtime.__file__).parent)
 COST_MODEL = ("cost_model.py", "kernel_costs.py")  # its number of calls follows from the kernels to choose from
-CALLS, MOST_CALLS = 505, 250  # today, and the goal
+CALLS, MOST_CALLS = 506, 250  # today, and the goal
 FILES, MOST_FILES = 52, 25
 SPREAD = 30  # calls fewer, by what earlier tests left in caches
 

@@ -31,7 +31,7 @@ _MOST_FAMILIES = 64
 
 def any_size_path(signature: Signature, arguments: Sequence[Any], result: Any, notes: Notes) -> SizedPath | None:
     """The path of calls like this one of any size; None: there can be none."""
-    if not notes.repeatable or len(notes.launched) != 1:
+    if notes.single is None:
         return None
     try:
         return _Builder(signature, arguments, notes).sized_path(result)
@@ -41,10 +41,8 @@ def any_size_path(signature: Signature, arguments: Sequence[Any], result: Any, n
 
 def is_second(known: dict[Hashable, None], notes: Notes) -> bool:
     """Return whether this is the second call that needed a new plan in its family, of those ``known``."""
-    if len(notes.launched) != 1 or not notes.repeatable:
-        return False
-    (launched,) = notes.launched
-    if launched.family is None or launched.prepared.runs != 1:
+    launched = notes.single
+    if launched is None or launched.family is None or launched.prepared.runs != 1:
         return False
     key = launched.family.key
     if key in known:

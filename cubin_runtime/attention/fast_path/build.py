@@ -43,7 +43,7 @@ class UnlikeError(Exception):
 
 def new_path(signature: Signature, arguments: Sequence[Any], result: Any, notes: Notes) -> Path | None:
     """The path of calls like this one; None: there can be none."""
-    if not notes.repeatable or len(notes.launched) != 1:
+    if notes.single is None:
         return None
     try:
         return PathBuilder(signature, arguments, notes).path(result)
@@ -58,7 +58,7 @@ class PathBuilder:
         """Raises ``UnlikeError`` for an argument that cannot be tested."""
         (launched,) = notes.launched
         scratch = launched.scratch
-        if scratch is not None and scratch.held is None and not any(map(is_workspace, arguments)):
+        if scratch is not None and scratch.held is None and not any(map(_is_workspace, arguments)):
             launched = launched._replace(scratch=None)  # made of tensors among the arguments
         self.signature, self.launched, self.notes = signature, launched, notes
         self.tests: list[ArgumentTest] = []
@@ -82,7 +82,7 @@ class PathBuilder:
             return
         if name in signature.contents and value is not None:
             raise UnlikeError
-        if is_workspace(value):
+        if _is_workspace(value):
             if self.launched.scratch is None:
                 raise UnlikeError
             self.workspace = slot
@@ -106,9 +106,9 @@ class PathBuilder:
             raise UnlikeError
         return self.launched.context
 
-    def path(self, result: Any, sized: Collection[str] = ()) -> Path:
+    def path(self, result: Any) -> Path:
         """The path of the call, which gave ``result``."""
-        table = self.table(result, sized)
+        table = self.table(result)
         written = written_values(table, self.launched.prepared)
         place = PlaceFinder(self.launched, self.of_views, self.slot_of.get("stream"), self.workspace)
         return Path(table, self.launched.prepared, place, written, len(self.signature.parameters))
@@ -262,8 +262,7 @@ def written_values(table: CallTable, prepared: PreparedLaunches) -> frozenset[in
     return frozenset(varying) - prepared.resident
 
 
-def is_workspace(value: Any) -> bool:
-    """Return whether an argument is a workspace."""
+def _is_workspace(value: Any) -> bool:
     return isinstance(value, _WORKSPACES)
 
 

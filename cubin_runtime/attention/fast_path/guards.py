@@ -75,9 +75,7 @@ class KnownForms:
         views = [number for number, item in enumerate(tensors) if type(item.tensor) is TensorView]
         self._views = [(number, _view_test(tensors[number].view, tensors[number].name in sized)) for number in views]
         # torch's guards take no tensor twice.
-        rest = [
-            n for n, item in enumerate(tensors) if type(item.tensor) is not TensorView and pairs[n] not in self._same
-        ]
+        rest = [n for n, item in enumerate(tensors) if type(item.tensor) is not TensorView and pairs[n] == (n, n)]
         self._rest, self._without_grad = rest, any(tensors[number].tensor.requires_grad for number in rest)
         self._check: Callable[..., bool] | None = None
         if rest:
@@ -87,7 +85,6 @@ class KnownForms:
             self._check = torch_guard([tensors[number].tensor for number in rest], of_any)
             if self._check is None:
                 self._each = [_torch_test(tensors[number], of) for number, of in zip(rest, of_any, strict=True)]
-            self._by_accelerator, self._plain = accelerator() is not None, frozenset(_plain_classes())
 
     @property
     def accelerated(self) -> tuple[Callable[[], object], dict[str, Any], Callable[..., bool] | None] | None:
@@ -119,14 +116,7 @@ class KnownForms:
             return False
         if self._check is None:
             return all(test(other) for test, other in zip(self._each, others, strict=True))
-        if not self._by_accelerator and not (
-            self._plain.issuperset(map(type, others)) and not any(map(_nested, others))
-        ):
-            return False
         return self._check(*others)
-
-
-_nested = attrgetter("is_nested")
 
 
 def _view_test(view: TensorView, any_size: bool) -> Callable[[Any], bool]:
@@ -157,7 +147,7 @@ def _torch_test(item: GuardedTensor, any_size: bool) -> Callable[[Any], bool]:
 def torch_guard(tensors: Sequence[Any], sized: Sequence[bool]) -> Callable[..., bool] | None:
     """torch's guard of the forms of ``tensors``, which tests them all in one call of C; None where it cannot be had.
 
-    The first dimension of those that are ``sized`` may be any.
+    Tensors of other classes than torch's own fail it. The first dimension of those that are ``sized`` may be any.
     """
     return _guard(tensors, sized) if _guards_work() else None
 
@@ -165,17 +155,8 @@ def torch_guard(tensors: Sequence[Any], sized: Sequence[bool]) -> Callable[..., 
 def form_guard(
     tensors: Sequence[Any], sizes: Sequence[Sequence[int | None]], strides: Sequence[Sequence[int | None]]
 ) -> Callable[..., bool] | None:
-    """As ``torch_guard``, which other tensors than torch's fail too; a size or stride that is None may be any."""
-    if not _guards_work():
-        return None
-    check = _guard_of(tensors, sizes, strides)
-    if accelerator() is not None:
-        return check
-
-    def plain(*others: Any) -> bool:
-        return all(is_plain(other) and not other.is_nested for other in others) and check(*others)
-
-    return plain
+    """As ``torch_guard``; a size or stride that is None may be any."""
+    return _guard_of(tensors, sizes, strides) if _guards_work() else None
 
 
 def _guard(tensors: Sequence[Any], sized: Sequence[bool]) -> Callable[..., bool]:
@@ -191,7 +172,20 @@ def _guard_of(
     known: dict[str, Any] = {"dynamic_dims_sizes": sizes, "dynamic_dims_strides": strides}
     check: Callable[..., bool] = TensorGuards(*tensors, **known).check
     module = accelerator()
-    return check if module is None else module.guard(check)
+    return _of_plain_alone(check) if module is None else module.guard(check)
+
+
+_nested = attrgetter("is_nested")
+
+
+def _of_plain_alone(check: Callable[..., bool]) -> Callable[..., bool]:
+    """The guard, but False for what it would throw for: other classes than torch's own, and nested tensors."""
+    plain = frozenset(_plain_classes())
+
+    def guard(*others: Any) -> bool:
+        return plain.issuperset(map(type, others)) and not any(map(_nested, others)) and check(*others)
+
+    return guard
 
 
 @cache

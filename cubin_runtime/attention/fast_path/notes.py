@@ -105,6 +105,11 @@ class Notes:
         self.compared: list[tuple[int, int]] = []
         self.repeatable = True
 
+    @property
+    def single(self) -> Launched | None:
+        """The launch of a call that may be sent again; None: there were several or none, or it may not."""
+        return self.launched[0] if self.repeatable and len(self.launched) == 1 else None
+
 
 class _Active(threading.local):
     notes: Notes | None = None

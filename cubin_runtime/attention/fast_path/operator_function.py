@@ -153,8 +153,9 @@ def operator_function(
     """
 
     def decorate(full: FunctionT) -> FunctionT:
-        signature = Signature(tuple(inspect.signature(full).parameters), scales, bound, frozenset(memory), contents)
-        known = _Operator(full, signature, op(full) if op else None, any_size=any_size)
+        binding = Binding.of(full)
+        signature = Signature(binding.names, scales, bound, frozenset(memory), contents)
+        known = _Operator(full, binding, signature, op(full) if op else None, any_size=any_size)
         number, is_method = known.number, known.is_method
 
         @wraps(full)
@@ -190,10 +191,18 @@ class _Operator:
 
     function: Callable[..., Any]  # the operator itself, which tries paths first
 
-    def __init__(self, full: Callable[..., Any], signature: Signature, op: TorchOp | None, *, any_size: bool) -> None:
+    def __init__(
+        self,
+        full: Callable[..., Any],
+        binding: Binding,
+        signature: Signature,
+        op: TorchOp | None,
+        *,
+        any_size: bool,
+    ) -> None:
         self.op = op
         self._full, self._signature, self._any_size = full, signature, any_size
-        self._binding, self.number = Binding.of(full), next(_numbers)
+        self._binding, self.number = binding, next(_numbers)
         self.is_method = signature.parameters[0] == "self"
 
     def bound(self, arguments: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Any]:

@@ -197,7 +197,7 @@ class Form:
     def __init__(self, table: CallTable) -> None:
         self.takes, self._addresses = all_hold(table.tests), address_reader(table.tensors)
         self._slots = [row.slot for row in table.tensors]
-        self._forms, self._compared, self._made, self._result = table.forms, table.compared, table.makes, table.result
+        self._forms, self._compared, self._makes, self._result = table.forms, table.compared, table.makes, table.result
 
     def frame(self, arguments: Sequence[Any]) -> Frame | None:
         """The frame of a call, without what it makes; None: it is not of this form."""
@@ -220,12 +220,12 @@ class Form:
 
     def completed(self, frame: Frame) -> Frame:
         """The frame of a call that nothing refuses, with what it makes; the one given may be completed again."""
-        if not self._made:
+        if not self._makes:
             return frame
-        made = [row.make(*[frame.tensors[number] for number in row.tensors]) for row in self._made]
-        read = zip(self._made, made, strict=True)
+        outputs = [row.make(*[frame.tensors[number] for number in row.tensors]) for row in self._makes]
+        read = zip(self._makes, outputs, strict=True)
         addresses = [0 if row.address_of is None else row.address_of(tensor) for row, tensor in read]
-        return Frame([*frame.slots, *made], [*frame.tensors, *made], [*frame.addresses, *addresses])
+        return Frame([*frame.slots, *outputs], [*frame.tensors, *outputs], [*frame.addresses, *addresses])
 
     def result(self, completed: Frame) -> Any:
         """The result of a call."""
@@ -339,9 +339,7 @@ def accelerated_walk(
         stream=(place.query, place.device) if isinstance(place, PlaceFinder) else None,
         scratch=(place.scratch.legacy, place.place_of) if place.scratch is not None and place.place_of else None,
         bound=bound,
-        made=(table.makes[0].make, table.makes[0].tensors, table.makes[0].address_of is not None)
-        if table.makes
-        else None,
+        made=next((_made(row) for row in table.makes), None),
         stream_slot=-1 if place.stream_slot is None else place.stream_slot,
         workspace_slot=-1 if place.workspace_slot is None else place.workspace_slot,
     )
@@ -360,7 +358,7 @@ def _test(test: ArgumentTest) -> tuple[Any, ...]:
     return test.kind, test.slot, test.known, test.low, test.high
 
 
-def _make(row: Made) -> tuple[Any, ...]:
+def _made(row: Made) -> tuple[Any, ...]:
     return row.make, row.tensors, row.address_of is not None
 
 

@@ -14,9 +14,8 @@ from operator import itemgetter, or_
 from typing import Any, NamedTuple
 
 from ...values import dataclass
+from ..scales import MAX_SCALE
 from .guards import KnownForms
-
-SCALE_LIMIT = 2.0**127  # in size: a larger number is refused by the full path
 
 
 class Kind(IntEnum):
@@ -52,7 +51,7 @@ def _is_equal(known: Any, value: Any) -> bool:
 
 
 def _is_scale(value: Any) -> bool:
-    return type(value) is float and -SCALE_LIMIT <= value <= SCALE_LIMIT and value != 0.0
+    return type(value) is float and -MAX_SCALE <= value <= MAX_SCALE and value != 0.0
 
 
 def _unpacks(test: ArgumentTest, value: Any, slots: list[Any]) -> bool:
