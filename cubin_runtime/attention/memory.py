@@ -43,6 +43,15 @@ class TensorMemory(Protocol):
         """
         ...
 
+    def causal(self, name: str, lengths: Any, q_lens: Any, tokens: int) -> Any:
+        """A new tensor, int32 ``[tokens]``: how many keys each query token sees, its own the last of them.
+
+        It is computed on the device. The argument ``name`` is ``lengths``, int32 ``[batch]``: the keys of each request,
+        those of its query tokens included. ``q_lens`` is an int, the query tokens of every request, or a tensor of
+        their prefix sums. A query token without keys may get a number below 0.
+        """
+        ...
+
     def to_host(self, tensor: Any) -> tuple[int, ...]:
         """The integers of a tensor, the last dimension fastest; waits for the device."""
         ...

@@ -70,6 +70,17 @@ class TorchMemory:
             return note_made(lengths + by, lambda lengths: lengths + by, (lengths,))
         return note_made(_lengthened(lengths, by), _lengthened, (lengths, by))
 
+    def causal(self, name: str, lengths: Any, q_lens: Any, tokens: int) -> Any:
+        """As ``TensorMemory``."""
+        other = next((value for value in (lengths, q_lens) if not isinstance(value, int) and not is_torch(value)), None)
+        if other is not None:
+            raise UsageError(f"{name}: got {type(other).__name__}, expected torch tensors to count keys by")
+        if isinstance(q_lens, int):
+            make = partial(_causal, q_lens=q_lens)
+            return note_made(make(lengths), make, (lengths,))
+        make = partial(_causal_ragged, tokens=tokens)
+        return note_made(make(lengths, q_lens), make, (lengths, q_lens))
+
     def to_host(self, tensor: Any) -> tuple[int, ...]:
         """As ``TensorMemory``."""
         _check_torch(tensor, "host values")
@@ -118,6 +129,21 @@ def _product(first: Any, second: Any) -> Any:
 
 def _lengthened(lengths: Any, sums: Any) -> Any:
     return lengths + sums.diff()
+
+
+def _causal(lengths: Any, q_lens: int) -> Any:
+    import torch
+
+    behind = torch.arange(1 - q_lens, 1, dtype=torch.int32, device=lengths.device)
+    return (lengths[:, None] + behind).flatten()
+
+
+def _causal_ragged(lengths: Any, sums: Any, tokens: int) -> Any:
+    import torch
+
+    token = torch.arange(tokens, dtype=torch.int32, device=lengths.device)
+    request = torch.searchsorted(sums[1:-1], token, right=True)  # the last one of tokens behind all requests
+    return (lengths - sums[1:])[request] + token + 1
 
 
 def _check_torch(tensor: Any, what: str) -> None:

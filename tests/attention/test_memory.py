@@ -30,6 +30,11 @@ def test_only_a_torch_tensor_is_scaled_where_it_lies() -> None:
         TorchMemory().check_scalable("lse", VIEW)
 
 
+def test_keys_are_counted_for_torch_tensors_alone() -> None:
+    with pytest.raises(UsageError, match="counts: got TensorView, expected torch tensors to count keys by"):
+        TorchMemory().causal("counts", VIEW, 3, 12)
+
+
 def test_only_a_torch_tensor_of_x() -> None:
     with pytest.raises(UsageError, match="counts: got TensorView, expected torch tensors where lengths are added"):
         TorchMemory().lengthened("counts", VIEW, 3)

@@ -45,6 +45,29 @@ def test_counts_are_lengthened_by_a_number_or_the_differences_of_sums() -> None:
     assert lengths.tolist() == [5, 0, 7]
 
 
+def test_query_tokens_see_the_keys_up_to_themselves() -> None:
+    lengths = torch.tensor([5, 1, 7], dtype=torch.int32)
+    made = TorchMemory().causal("counts", lengths, 2, 6)
+    assert (made.tolist(), made.dtype) == ([4, 5, 0, 1, 6, 7], torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("sums", "lengths", "seen"),
+    [
+        ((0, 2, 2, 5), (5, 9, 7), [4, 5, 5, 6, 7]),
+        ((0, 5), (3,), [-1, 0, 1, 2, 3]),
+        ((0, 0, 3), (9, 3), [1, 2, 3, 4, 5]),
+    ],
+    ids=["a request without query tokens", "one request", "tokens behind all requests"],
+)
+def test_tokens_of_ragged_queries_see_the_keys_up_to_themselves(
+    sums: tuple[int, ...], lengths: tuple[int, ...], seen: list[int]
+) -> None:
+    given = (torch.tensor(values, dtype=torch.int32) for values in (lengths, sums))
+    made = TorchMemory().causal("counts", *given, 5)
+    assert (made.tolist(), made.dtype) == (seen, torch.int32)
+
+
 def test_integers_come_back_to_the_host() -> None:
     assert TorchMemory().to_host(torch.tensor([0, 3, 7], dtype=torch.int32)) == (0, 3, 7)
 

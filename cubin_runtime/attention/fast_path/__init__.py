@@ -7,7 +7,7 @@ table, in Python or by the accelerator in C; one of ``any_size`` is for calls th
 ``operator_function`` tries an operator's ``paths`` before the full path, the only source of plans and of errors.
 """
 
-from .notes import FastPaths, Launched, Scratch, note_compared, note_launch, note_made, note_unrepeatable
+from .notes import FastPaths, Launched, Scratch, note_bounds, note_compared, note_launch, note_made, note_unrepeatable
 from .operator_function import (
     full_path,
     is_compiling,
@@ -24,6 +24,7 @@ __all__ = [
     "full_path",
     "is_compiling",
     "is_suspended",
+    "note_bounds",
     "note_compared",
     "note_launch",
     "note_made",

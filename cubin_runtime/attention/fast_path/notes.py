@@ -137,6 +137,12 @@ def note_launch(launched: Launched) -> None:
         _active.notes.launched.append(launched)
 
 
+def note_bounds(low: int, high: int) -> None:
+    """Note that the launches so far are those of all calls whose bound on the lengths is in this range."""
+    if _active.notes is not None:
+        _active.notes.launched[:] = [launched._replace(bounds=(low, high)) for launched in _active.notes.launched]
+
+
 def note_made(tensor: Any, make: Callable[..., Any], sources: Sequence[Any] = ()) -> Any:
     """Note a tensor that was made from arguments of the call or from nothing; the tensor."""
     if _active.notes is not None:
