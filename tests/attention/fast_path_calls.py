@@ -13,7 +13,15 @@ from typing import Any
 
 from device_calls import ON_NATIVE_KERNELS, ON_TRTLLM_GEN_KERNELS, native_ragged_arguments
 from trtllm_calls import MadeUpMemory, context_arguments, decode_arguments, mla_arguments, ragged_arguments
-from xqa_calls import mla_batch_arguments, trtllm_arguments, xqa_arguments, xqa_batch_arguments
+from xqa_calls import (
+    mla_batch_arguments,
+    mla_list_arguments,
+    mla_list_arguments_of_656_bytes,
+    mla_list_arguments_of_ragged_queries,
+    trtllm_arguments,
+    xqa_arguments,
+    xqa_batch_arguments,
+)
 
 from cubin_runtime.attention import (
     Runtime,
@@ -73,6 +81,16 @@ class NotingMemory(MadeUpMemory):
         if isinstance(by, int):
             return note_made(plain(name, lengths, by), lambda given: plain(name, given, by), (lengths,))
         return note_made(plain(name, lengths, by), lambda *given: plain(name, *given), (lengths, by))
+
+    def causal(self, name: str, lengths: TensorView, q_lens: TensorView | int, tokens: int) -> TensorView:
+        plain = super().causal
+        if isinstance(q_lens, int):
+            return note_made(
+                plain(name, lengths, q_lens, tokens), lambda given: plain(name, given, q_lens, tokens), (lengths,)
+            )
+        return note_made(
+            plain(name, lengths, q_lens, tokens), lambda *given: plain(name, *given, tokens), (lengths, q_lens)
+        )
 
 
 @dataclass(frozen=True)
@@ -352,6 +370,15 @@ ON_SM90: dict[str, Callable[[MadeUpMemory, Runtime], Call]] = {
     "plain xqa": _call_of(flashinfer.xqa, xqa_arguments),
     "plain xqa_batch_decode": _call_of(flashinfer.xqa_batch_decode_with_kv_cache, xqa_batch_arguments),
     "plain xqa_batch_decode_mla": _call_of(flashinfer.xqa_batch_decode_with_kv_cache_mla, mla_batch_arguments),
+    "trtllm_batch_decode_mla over lists": _call_of(
+        flashinfer.trtllm_batch_decode_with_kv_cache_mla, mla_list_arguments, return_lse=True
+    ),
+    "trtllm_batch_decode_mla over lists of rows of 656 bytes": _call_of(
+        flashinfer.trtllm_batch_decode_with_kv_cache_mla, mla_list_arguments_of_656_bytes
+    ),
+    "trtllm_batch_decode_mla over lists of ragged queries": _call_of(
+        flashinfer.trtllm_batch_decode_with_kv_cache_mla, mla_list_arguments_of_ragged_queries
+    ),
     "plain trtllm_batch_decode": _call_of(flashinfer.trtllm_batch_decode_with_kv_cache, trtllm_arguments),
     "trtllm_batch_decode of a rank": _call_of(
         flashinfer.trtllm_batch_decode_with_kv_cache, _of_a_rank, q_len_per_req=3

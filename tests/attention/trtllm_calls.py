@@ -61,6 +61,10 @@ class MadeUpMemory:
         what = f"{by} more" if isinstance(by, int) else f"as {by.pointer:#x} says more"
         return self._made(f"{name}, {what}", lengths, self.tensor(lengths.dtype, *lengths.shape))
 
+    def causal(self, name: str, lengths: TensorView, q_lens: TensorView | int, tokens: int) -> TensorView:
+        by = f"{q_lens} tokens each" if isinstance(q_lens, int) else f"tokens as {q_lens.pointer:#x} says"
+        return self._made(f"{name} of {by}", lengths, self.tensor(lengths.dtype, tokens))
+
     def to_host(self, tensor: TensorView) -> tuple[int, ...]:
         if tensor.pointer not in self.host:
             raise UsageError(f"nothing was put at {tensor.pointer:#x}")

@@ -73,6 +73,37 @@ def mla_batch_arguments(memory: MadeUpMemory, **changes: Any) -> dict[str, Any]:
     return {**mla_arguments(memory, query=memory.tensor("bfloat16", 4, 1, 128, 576)), **changes}
 
 
+def mla_list_arguments(memory: MadeUpMemory, **changes: Any) -> dict[str, Any]:
+    """Of ``trtllm_batch_decode_with_kv_cache_mla`` over lists: 4 requests of 2 tokens, 256 entries each."""
+    given = {"block_tables": memory.tensor("int32", 4, 2, 256), "sparse_mla_top_k": 256}
+    return mla_arguments(memory, 16, **{**given, **changes})
+
+
+def mla_list_arguments_of_656_bytes(memory: MadeUpMemory) -> dict[str, Any]:
+    """Of the same with one token per request, an output and the sizes of lists."""
+    return mla_list_arguments(
+        memory,
+        query=memory.tensor("bfloat16", 4, 1, 16, 576),
+        kv_cache=memory.tensor("uint8", 1024, 1, 64, 656),
+        block_tables=memory.tensor("int32", 4, 1, 256),
+        out=memory.tensor("bfloat16", 4, 1, 16, 512),
+        lse=memory.tensor("float32", 4, 1, 16),
+        sinks=[memory.tensor("float32", 16)],
+        kv_scale_format="arbitrary_fp32",
+    )
+
+
+def mla_list_arguments_of_ragged_queries(memory: MadeUpMemory, **changes: Any) -> dict[str, Any]:
+    """Of the same with 7 tokens of 4 requests."""
+    given = {
+        "query": memory.tensor("bfloat16", 7, 16, 576),
+        "block_tables": memory.tensor("int32", 7, 256),
+        "cum_seq_lens_q": memory.tensor("int32", 5),
+        "max_q_len": 3,
+    }
+    return mla_list_arguments(memory, **{**given, **changes})
+
+
 def sent(standin: StandIn) -> dict[str, Any]:
     """The parameters of the last launch, as they arrived."""
     params = bytes.fromhex(standin.calls("cuLaunchKernelEx")[-1].seen["parameter0"])

@@ -216,8 +216,9 @@ def test_what_is_wrong_is_named(
 
 
 TRTLLM_ONLY: list[tuple[dict[str, Any], str]] = [
-    ({"sparse_mla_top_k": 64}, "sparse_mla_top_k=64: .*by backend 'xqa'"),
-    ({"sparse_mla_top_k_lens": tensor("int32", 4)}, "sparse_mla_top_k_lens=a TensorView"),
+    ({"sparse_mla_top_k": -4}, r"sparse_mla_top_k=-4: expected 0 \(off\) or more"),
+    ({"sparse_mla_top_k_lens": tensor("int32", 4)}, "sparse_mla_top_k_lens without sparse_mla_top_k"),
+    ({"kv_scale_format": "arbitrary_fp32"}, "kv_scale_format='arbitrary_fp32': .*expected 'auto'"),
     ({"skip_softmax_threshold_scale_factor": -1.0}, "skip_softmax_threshold_scale_factor=-1.0"),
     ({"uses_shared_paged_kv_idx": False}, r"block_tables: shape \(4, 256\), expected \[batch, 2, columns\]"),
     (

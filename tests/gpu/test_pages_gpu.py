@@ -71,6 +71,7 @@ def names_of(page: str) -> dict[str, Any]:
         "kv_cache": torch.randn(pages, 64, 576, **on),
         "mla_q": torch.randn(BATCH, 1, 16, 576, **on),
         "page_table": torch.randperm(pages, device="cuda").to(torch.int32).view(BATCH, COLUMNS),
+        "topk_slots": torch.randint(64 * pages, (BATCH, 1, 2048), device="cuda", dtype=torch.int32),
         "seq_lens": torch.tensor([200, 64, 17], device="cuda", dtype=torch.int32),
     }
     queries = torch.randn(BATCH, 16, 576, **on) if page == "docs/mla.md" else decode["q"]

@@ -67,6 +67,9 @@ class Arguments:
     cp_rank: int = 0
     causal_seqlens_kv_global: Any = None
     enable_dcp: bool = False
+    sparse_mla_top_k: int = 0
+    sparse_mla_top_k_lens: Any = None
+    kv_scale_format: str = "auto"
 
     @classmethod
     def of(cls, operator: Callable[..., Any], values: Mapping[str, Any], **renamed: Any) -> Arguments:

@@ -19,6 +19,7 @@ from .layouts import flat_tokens, latent_cache, nested_tokens, without
 from .lengths import batch_of, lengths_of, query_lengths
 from .native import check_skip_factor, decode_batch, page_table_of
 from .outputs import Output, is_fp4, output_of
+from .sparse_mla import decode_lists
 from .torch_ops import torch_op
 from .trtllm_gen import pages, run_call
 
@@ -82,37 +83,52 @@ def trtllm_batch_decode_with_kv_cache_mla(
     On SM120 and SM121, "auto" is xqa as in FlashInfer. Its kernels there were built but not run, of which a warning
     tells; they take queries and caches of e4m3 alone.
 
+    With ``sparse_mla_top_k``, backend xqa is ``cubin_runtime.attention.sparse_mla_decode``, on compute capability 9.0.
+    A list's entry is a slot, ``page * page_size + offset``; negative ones are holes. Of each list count the entries
+    within its query token's keys, as in FlashInfer.
+
     Args:
         query: ``[batch, q_len, heads, kv_lora_rank + qk_rope_head_dim]``, or ``[tokens, heads, ...]`` with
             ``cum_seq_lens_q``; bf16 or e4m3 (xqa: only with an e4m3 cache).
         kv_cache: ``[pages, page_size, kv_lora_rank + qk_rope_head_dim]`` or ``[pages, 1, page_size, ...]``; bf16 or
-            e4m3; xqa: pages of 32, 64 or 128 tokens.
+            e4m3; xqa: pages of 32, 64 or 128 tokens. Sparse MLA on xqa: queries of bf16, and caches of bf16 or of rows
+            of 656 bytes (uint8 or e4m3), in pages of any size, as ``sparse_mla_decode`` takes them.
         qk_nope_head_dim: head dimension of the model without rope, 1 or more; only ``bmm1_scale`` depends on it.
-        kv_lora_rank, qk_rope_head_dim: (512, 64) or (256, 64); trtllm-gen: (512, 0) for sparse MLA.
+        kv_lora_rank, qk_rope_head_dim: (512, 64) or (256, 64); sparse MLA: (512, 64) or (512, 0).
         block_tables: int32 ``[batch, columns]``, any number of columns; sparse MLA: ``[batch, q_len,
-            sparse_mla_top_k]`` token indices.
-        sparse_mla_top_k: trtllm-gen: keys that a query token attends to, a multiple of 4; 0: all.
+            sparse_mla_top_k]`` slots, xqa: with ``cum_seq_lens_q`` ``[tokens, sparse_mla_top_k]``.
+        seq_lens: int32 ``[batch]``, keys of each request, those of its query tokens included. Sparse MLA on xqa also
+            takes ``[batch, q_len]`` or ``[tokens]``, how many entries of its list each query token has: more than the
+            list are all. Of rows of 656 bytes, with several query tokens per request, it takes nothing else.
+        max_seq_len: bound on ``seq_lens``; sparse MLA on xqa does not depend on it.
+        sparse_mla_top_k: entries of a list, one for each query token; 0: there are no lists. trtllm-gen: a multiple of
+            4; xqa: 1 to 32,768.
         out: ``[batch, q_len, heads, kv_lora_rank]`` (``[tokens, heads, kv_lora_rank]``), with one token per request
             also ``[batch, heads, kv_lora_rank]``; None: bf16 of the first shape, allocated here.
         is_var_seq: a hint, unused.
         cum_seq_lens_q: int32 ``[batch + 1]``, cumulative query lengths; a request may have none.
-        skip_softmax_threshold_scale_factor: as in ``trtllm_batch_decode_with_kv_cache``, but trtllm-gen refuses it
-            with ``cum_seq_lens_q`` and with sparse MLA.
+        skip_softmax_threshold_scale_factor: as in ``trtllm_batch_decode_with_kv_cache``, but sparse MLA refuses it, and
+            trtllm-gen with ``cum_seq_lens_q``.
         uses_shared_paged_kv_idx: False: ``block_tables`` has K's and V's, ``[batch, 2, columns]``; xqa: V lies in K.
-        sparse_mla_top_k_lens: trtllm-gen: int32 ``[tokens]``, how many of its keys a query token has.
+            Sparse MLA on xqa refuses it.
+        sparse_mla_top_k_lens: int32 ``[tokens]``, how many entries of its list a query token has; ``seq_lens`` then
+            does not count. None: those within ``seq_lens``.
         return_lse_base: "base2" or "basee", the base of ``lse``; "basee" needs a torch tensor, and multiplies it by a
             launch of its own. None: that of the kernel which FlashInfer has for the call: base e with ``enable_dcp`` or
-            ``cum_seq_lens_q``, with 65 to 127 heads, and with pages of other than 32 or 64 tokens, else base 2.
+            ``cum_seq_lens_q``, with 65 to 127 heads, and with pages of other than 32 or 64 tokens, else base 2. Sparse
+            MLA on xqa: None is base 2, and base e costs nothing.
         enable_dcp, cp_world, cp_rank, causal_seqlens_kv_global: xqa: key i of all ranks is on rank i modulo
             ``cp_world``; int32 ``[batch]``, keys of each request on all ranks, those of its query tokens included.
-        cute_dsl_impl, kv_scale_format, use_fp16_softmax: refused unless at their defaults.
+        kv_scale_format: refused unless "auto"; sparse MLA over rows of 656 bytes: also "pow2_fp32" and
+            "arbitrary_fp32", which change nothing, as any scales are taken.
+        cute_dsl_impl, use_fp16_softmax: refused unless at their defaults.
 
     Returns:
         ``out``, or (``out``, ``lse``); lse is float32 ``[tokens, heads]``, or the caller's, which may also have
         ``[batch, q_len, heads]``.
     """
     call = Arguments.of(trtllm_batch_decode_with_kv_cache_mla, locals())
-    call.refuse("cute_dsl_impl", "kv_scale_format", "use_fp16_softmax")
+    call.refuse("cute_dsl_impl", "use_fp16_softmax")
     if not enable_dcp:
         call.refuse("cp_world", "cp_rank", "causal_seqlens_kv_global")
     elif causal_seqlens_kv_global is None:
@@ -122,13 +138,20 @@ def trtllm_batch_decode_with_kv_cache_mla(
     nested = cum_seq_lens_q is None
     by_request = query_of(query, 4 if nested else 3)
     q = flat_tokens(by_request, "query") if nested else by_request
+    _check_width(by_request, kv_lora_rank + qk_rope_head_dim)
+    name = call.backend_on(q.device, backend)
+    if name == XQA and integer("sparse_mla_top_k", sparse_mla_top_k) > 0:
+        return decode_lists(call, by_request, _output(call, by_request, kv_lora_rank))
+    call.refuse("kv_scale_format")
     lengths = view_of(seq_lens, "seq_lens")
     batch = batch_of(lengths)
-    _check_query(by_request, lengths, kv_lora_rank + qk_rope_head_dim)
-    name = call.backend_on(q.device, backend)
+    _check_batch(by_request, lengths)
     max_q, cum_q = query_lengths(call, by_request.shape[1] if nested else None, batch, q.shape[0])
     if name == XQA:
-        call.refuse("sparse_mla_top_k", "sparse_mla_top_k_lens", backend=name)
+        if sparse_mla_top_k < 0:
+            raise UsageError(f"sparse_mla_top_k={sparse_mla_top_k}: expected 0 (off) or more")
+        if sparse_mla_top_k_lens is not None:
+            raise UsageError("sparse_mla_top_k_lens without sparse_mla_top_k: nothing is sparse")
         check_skip_factor(call)
         dealing: dict[str, Any] = {}
         if enable_dcp:
@@ -196,7 +219,8 @@ def xqa_batch_decode_with_kv_cache_mla(
     call = Arguments.of(xqa_batch_decode_with_kv_cache_mla, locals())
     _check_head_dims(qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim, 0)
     q, lengths = query_of(query, 4), lengths_of(seq_lens)
-    _check_query(q, lengths, kv_lora_rank + qk_rope_head_dim)
+    _check_width(q, kv_lora_rank + qk_rope_head_dim)
+    _check_batch(q, lengths)
     call.backend_on(q.device, XQA)
     return _decode_native(call, q, lengths, kv_lora_rank)
 
@@ -251,9 +275,12 @@ def _check_head_dims(nope: int, lora: int, rope: int, top_k: int) -> None:
         raise UsageError(f"kv_lora_rank={lora}, qk_rope_head_dim={rope}: expected (512, 64), (256, 64){sparse}")
 
 
-def _check_query(query: TensorView, lengths: TensorView, width: int) -> None:
+def _check_width(query: TensorView, width: int) -> None:
     if query.shape[-1] != width:
         raise UsageError(f"query: head dimension {query.shape[-1]}, expected {width}")
+
+
+def _check_batch(query: TensorView, lengths: TensorView) -> None:
     if len(query.shape) == 4 and query.shape[0] != lengths.shape[0]:
         raise UsageError(f"query: batch {query.shape[0]}, seq_lens has {lengths.shape[0]}")
 

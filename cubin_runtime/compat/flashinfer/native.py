@@ -71,7 +71,7 @@ def decode_batch(
     """Decode with a workspace whose first part is its semaphores; (output, lse), or output.
 
     Args:
-        decode, given, names, options: as for ``launch``.
+        decode, call, names, options: as for ``launch_batch``.
         q, caches, pages, lengths: tensors of ``decode``; ``pages`` from ``page_table_of``.
         output: shaped like ``q``, or ``[tokens, heads, head_dim]``.
         page_size: tokens of a page.
@@ -84,25 +84,46 @@ def decode_batch(
     device, tokens = q.device, q.shape[0] if len(q.shape) == 3 else q.shape[0] * q.shape[1]
     lse = lse_of(call, (tokens, q.shape[-2]), natural=natural_lse)
     lse_view = tensor_or_none(lse, "lse", device, written=True)
+    launch_batch(
+        decode,
+        call,
+        names,
+        (q, *caches, pages, lengths),
+        out=like_query(q, output.view, "out", 1),
+        lse=None if lse_view is None else like_query(q, lse_view, "lse", 0),
+        output_scale=output_scale or factor_of("bmm2_scale", call.bmm2_scale, device),
+        max_seq_len=min(integer("max_seq_len", call.max_seq_len), pages.shape[-1] * page_size),
+        **options,
+    )
+    return with_lse(call, output, lse, natural=natural_lse)
+
+
+def launch_batch(
+    decode: Callable[..., Any],
+    call: Arguments,
+    names: Mapping[str, str],
+    tensors: tuple[Any, ...],
+    **options: Any,
+) -> None:
+    """As ``launch``, with the workspace, the scale of the scores and the options that the batch operators share.
+
+    ``names`` is needed where other names differ than all batch operators have in common.
+    """
+    device = tensors[0].device
     workspace = split_workspace(call.workspace_buffer, device)
     try:
         launch(
             decode,
             call,
             {**_BATCH_NAMES, **names},
-            (q, *caches, pages, lengths),
-            out=like_query(q, output.view, "out", 1),
-            lse=None if lse_view is None else like_query(q, lse_view, "lse", 0),
+            tensors,
             softmax_scale=scores_factor(call, device),
-            output_scale=output_scale or factor_of("bmm2_scale", call.bmm2_scale, device),
-            max_seq_len=min(integer("max_seq_len", call.max_seq_len), pages.shape[-1] * page_size),
             workspace=workspace,
             batch_invariant=call.batch_invariant,
             **options,
         )
     except WorkspaceError as error:
         raise WorkspaceError(f"workspace_buffer, behind its {SEMAPHORE_BYTES} bytes of semaphores: {error}") from error
-    return with_lse(call, output, lse, natural=natural_lse)
 
 
 def launch(

@@ -19,7 +19,7 @@ _KINDS = {
     **dict.fromkeys(("q_len_per_req", "max_q_len", "sm_count"), "SymInt?"),
     **dict.fromkeys(("o_scale", "o_sf_scale", "skip_softmax_threshold_scale_factor"), "float?"),
     **dict.fromkeys(("rcp_out_scale",), "float"),
-    **dict.fromkeys(("kv_layout", "backend"), "str"),
+    **dict.fromkeys(("kv_layout", "backend", "kv_scale_format"), "str"),
     **dict.fromkeys(("batch_invariant", "causal", "is_causal", "uses_shared_paged_kv_idx", "enable_dcp"), "bool"),
     **dict.fromkeys(("cp_world", "cp_rank"), "int"),
     **dict.fromkeys(("cum_seq_lens_q", "causal_seqlens_kv_global"), "Tensor?"),
