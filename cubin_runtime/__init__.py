@@ -32,17 +32,17 @@ if TYPE_CHECKING:
     from .artifacts.path import PathError
     from .artifacts.pins.signed_statement import SignatureError
     from .artifacts.verification import VerifyReport
-    from .attention.append import AppendKvPlan, append_kv, plan_append_kv
     from .attention.backends import BackendError
-    from .attention.draft_masks import DraftMaskPlan, draft_mask, plan_draft_mask
-    from .attention.gqa import PagedDecodePlan, paged_decode, plan_paged_decode
-    from .attention.merge import MergeStatesPlan, merge_states, plan_merge_states
-    from .attention.mla import MlaDecodePlan, mla_decode, plan_mla_decode
     from .attention.operator_plan import ClampedInputError
-    from .attention.prefill import ContextAttentionPlan, context_attention, plan_context_attention
+    from .attention.operators.append_kv import AppendKvPlan, append_kv, plan_append_kv
+    from .attention.operators.context_attention import ContextAttentionPlan, context_attention, plan_context_attention
+    from .attention.operators.draft_mask import DraftMaskPlan, draft_mask, plan_draft_mask
+    from .attention.operators.merge_states import MergeStatesPlan, merge_states, plan_merge_states
+    from .attention.operators.mla_decode import MlaDecodePlan, mla_decode, plan_mla_decode
+    from .attention.operators.paged_decode import PagedDecodePlan, paged_decode, plan_paged_decode
+    from .attention.operators.sparse_mla_decode import SparseMlaDecodePlan, plan_sparse_mla_decode, sparse_mla_decode
     from .attention.process import default_runtime, set_default_runtime
     from .attention.runtime import Runtime, RuntimeStats
-    from .attention.sparse_mla import SparseMlaDecodePlan, plan_sparse_mla_decode, sparse_mla_decode
     from .attention.step_plan import BoundStep
     from .kernels.trtllm_gen.errors import PlanRefused, WorkspaceRefused
     from .launch.driver import DeviceFacts

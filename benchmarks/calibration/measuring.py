@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from cubin_runtime.attention import Runtime, plan_mla_decode, plan_paged_decode
-from cubin_runtime.attention import mla as mla_operator
+from cubin_runtime.attention.operators import mla_decode as mla_operator
 from cubin_runtime.kernels.native.decode import select as decode_select
 
 from .rows import MLA_ROPE, Row

@@ -8,17 +8,17 @@ if TYPE_CHECKING:
     from ..launch.workspace import Workspace
     from ..protocols import Stream
     from ..tensor import Tensor, TensorView, view_of
-    from .append import AppendKvPlan, append_kv, plan_append_kv
     from .backends import BackendError
-    from .draft_masks import DraftMaskPlan, draft_mask, plan_draft_mask
-    from .gqa import PagedDecodePlan, paged_decode, plan_paged_decode
-    from .merge import MergeStatesPlan, merge_states, plan_merge_states
-    from .mla import MlaDecodePlan, mla_decode, plan_mla_decode
     from .operator_plan import ClampedInputError
-    from .prefill import ContextAttentionPlan, context_attention, plan_context_attention
+    from .operators.append_kv import AppendKvPlan, append_kv, plan_append_kv
+    from .operators.context_attention import ContextAttentionPlan, context_attention, plan_context_attention
+    from .operators.draft_mask import DraftMaskPlan, draft_mask, plan_draft_mask
+    from .operators.merge_states import MergeStatesPlan, merge_states, plan_merge_states
+    from .operators.mla_decode import MlaDecodePlan, mla_decode, plan_mla_decode
+    from .operators.paged_decode import PagedDecodePlan, paged_decode, plan_paged_decode
+    from .operators.sparse_mla_decode import SparseMlaDecodePlan, plan_sparse_mla_decode, sparse_mla_decode
     from .process import default_runtime, set_default_runtime
     from .runtime import Runtime, RuntimeStats
-    from .sparse_mla import SparseMlaDecodePlan, plan_sparse_mla_decode, sparse_mla_decode
     from .step_plan import BoundStep
 
 # Modules, each loaded when one of its names is first asked for -> their names.
@@ -27,17 +27,17 @@ _MODULES = {
     "..launch.workspace": ("Workspace",),
     "..protocols": ("Stream",),
     "..tensor": ("Tensor", "TensorView", "view_of"),
-    ".append": ("AppendKvPlan", "append_kv", "plan_append_kv"),
     ".backends": ("BackendError",),
-    ".draft_masks": ("DraftMaskPlan", "draft_mask", "plan_draft_mask"),
-    ".merge": ("MergeStatesPlan", "merge_states", "plan_merge_states"),
-    ".mla": ("MlaDecodePlan", "mla_decode", "plan_mla_decode"),
     ".operator_plan": ("ClampedInputError",),
-    ".gqa": ("PagedDecodePlan", "paged_decode", "plan_paged_decode"),
-    ".prefill": ("ContextAttentionPlan", "context_attention", "plan_context_attention"),
+    ".operators.append_kv": ("AppendKvPlan", "append_kv", "plan_append_kv"),
+    ".operators.context_attention": ("ContextAttentionPlan", "context_attention", "plan_context_attention"),
+    ".operators.draft_mask": ("DraftMaskPlan", "draft_mask", "plan_draft_mask"),
+    ".operators.merge_states": ("MergeStatesPlan", "merge_states", "plan_merge_states"),
+    ".operators.mla_decode": ("MlaDecodePlan", "mla_decode", "plan_mla_decode"),
+    ".operators.paged_decode": ("PagedDecodePlan", "paged_decode", "plan_paged_decode"),
+    ".operators.sparse_mla_decode": ("SparseMlaDecodePlan", "plan_sparse_mla_decode", "sparse_mla_decode"),
     ".process": ("default_runtime", "set_default_runtime"),
     ".runtime": ("Runtime", "RuntimeStats"),
-    ".sparse_mla": ("SparseMlaDecodePlan", "plan_sparse_mla_decode", "sparse_mla_decode"),
     ".step_plan": ("BoundStep",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

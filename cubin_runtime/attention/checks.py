@@ -128,6 +128,33 @@ def check_shape(name: str, view: TensorView | None, *expected: tuple[int, ...]) 
         raise UsageError(f"{name}: shape {view.shape}, expected {' or '.join(map(str, expected))}")
 
 
+def check_window(name: str, value: Any) -> None:
+    """Raise ``UsageError`` unless ``value`` is a number of keys, or -1 for all."""
+    if not -1 <= integer(name, value) < 1 << 31:
+        raise UsageError(f"{name}={value}: expected -1 (none) or more, below 2^31")
+
+
+def token_stride(name: str, view: TensorView, trailing: int) -> int:
+    """Elements between the query tokens of ``view``, whose last ``trailing`` dimensions belong to one token.
+
+    In front of them stands ``[tokens]`` or ``[batch, q_len]``; the latter must lie like the former.
+
+    Raises:
+        UsageError: they do not; the message names the tensor.
+    """
+    leading = len(view.shape) - trailing
+    shape, strides = view.shape[:leading], view.strides[:leading]
+    if len(shape) == 1 or shape[1] == 1:
+        return strides[0]
+    (batch, q_len), (request, token) = shape, strides
+    if batch > 1 and request != q_len * token:
+        raise UsageError(
+            f"{name}: strides {view.strides}, expected one stride between all tokens: {q_len * token} elements between "
+            f"requests of {q_len} tokens {token} elements apart"
+        )
+    return token
+
+
 def listed(values: Sequence[object]) -> str:
     """``values`` as text."""
     *others, last = map(str, values)

@@ -27,9 +27,9 @@ from ..kernels.native.sparse_mla.select import MAX_WIDTH, SparseMlaShape, select
 from ..launch.driver import DeviceFacts
 from ..values import dataclass
 from .backends import NATIVE
-from .context_call import Q_DTYPES as CONTEXT_Q_DTYPES
 from .latent_cache import Q_DTYPES as MLA_Q_DTYPES
 from .latent_cache import ROPE
+from .operators.context_attention import Q_DTYPES as CONTEXT_Q_DTYPES
 from .paged_cache import MAX_GROUP, PAGE_SIZES, Q_DTYPES
 
 OUT_DTYPES = ("bf16", "fp16", "e4m3")

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 from ..dtypes import ITEM_BYTES
 from ..launch.tensormap import TensorMapSpec
 from ..tensor import TensorView, view_of
-from .decode_call import DecodeCall, DecodeOptions
+from .attention_operator import AttentionCall
 from .fast_path import is_compiling, is_suspended
 from .fast_path.guards import form_guard, is_plain
-from .gqa import PAGED_DECODE, plan_paged_decode
 from .hook import installed
+from .operators.paged_decode import PAGED_DECODE, PagedDecodeOptions, plan_paged_decode
 from .paged_cache import has_decode_kernel, strides_of
 from .plan_cache import shared_bounds
 from .process import default, default_runtime
@@ -175,7 +175,8 @@ class GrowingForm:
         if not self._first <= length < self._first + len(self._lengths):
             self._first = length - length % _ROWS
             self._lengths = _numbers(q, _ROWS, self._first).expand(-1, batch).contiguous()
-        self._numbers = self.plan.numbers(length, self._scale, 1.0)
+        scales = {"softmax_scale": self._scale, "output_scale": 1.0}
+        self._numbers = self.plan.operator.launch_numbers(self.plan.options, scales, length)
         self._values[_LENS] = self._lengths.data_ptr() + (length - self._first) * batch * ITEM_BYTES["int32"]
 
 
@@ -212,9 +213,9 @@ def _guard_of(tensors: Sequence[Any]) -> Callable[..., bool] | None:
 
 def _check(views: Mapping[str, TensorView], window_left: int) -> None:
     """Raise ``UsageError`` for a call that breaks a rule of ``paged_decode``."""
-    options = DecodeOptions(max_seq_len=views["k_cache"].shape[1], window_left=window_left)
+    options = PagedDecodeOptions(max_seq_len=views["k_cache"].shape[1], window_left=window_left)
     arguments = {arg.name: views.get(arg.name) for arg in PAGED_DECODE.tensors}
-    PAGED_DECODE.check(DecodeCall(PAGED_DECODE.read(arguments, options), options))
+    PAGED_DECODE.check(AttentionCall(PAGED_DECODE.read(arguments, options), options))
 
 
 def _contiguous(view: TensorView) -> TensorView:

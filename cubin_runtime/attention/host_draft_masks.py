@@ -9,7 +9,7 @@ from ..errors import UsageError
 from ..kernels.native.decode.shape import MAX_QUERIES
 from ..tensor import is_torch
 from .checks import integer
-from .decode_call import MASK_ELEMENTS, mask_words
+from .decode_rules import MASK_ELEMENTS, mask_words
 
 if TYPE_CHECKING:
     from numpy import uint16, uint64

@@ -1,21 +1,26 @@
-"""The tensors of an operator, declared once, and what follows from that: reading, checks, forms, messages."""
+"""An operator, declared once: its tensors, options and scales, and what follows: reading, checks, forms, messages."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import field, fields, replace
+from functools import cache
 from math import gcd
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..dtypes import ITEM_BYTES
 from ..errors import UsageError
-from ..kernels.native.problem import NUMBERS
-from ..tensor import TensorSpec, TensorView, view_of
+from ..kernels.native.launches import NativeLaunch
+from ..launch.driver import DeviceFacts
+from ..tensor import TensorSpec, TensorView, is_torch, view_of
 from ..values import dataclass
-from .checks import check_dtype
-from .scales import flat_scalar
+from .checks import OptionCheck, check_dtype, option_checks
+from .runtime import NativeRelease, Runtime
+from .scales import flat_scalar, split_scale
 
 Given = Mapping[str, Any]
+LENGTHS = ("int32", "uint32")
 _NAME = attrgetter("name")
 
 
@@ -165,24 +170,64 @@ class CallTensors:
 
 
 @dataclass(frozen=True, slots=True)
-class Operator:
-    """An operator: its name, and its tensors in the order in which everything lists them; the first gives the device.
+class Call:
+    """The tensors of one call, and its options as attributes."""
 
-    A run takes some numbers beside them.
+    tensors: CallTensors
+    options: Any
+
+
+class OutputForm(NamedTuple):
+    """A tensor to be made: ``like`` one of a call's, of this shape and dtype; None: of the same dtype."""
+
+    like: Any
+    shape: tuple[int, ...]
+    dtype: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """An operator: its declaration, and what is written by hand for it.
+
+    ``tensors`` are in the order in which everything lists them; the first gives the device. ``options`` is the frozen
+    class of its options, whose fields have the names of arguments; ``backend`` is among them, and so are ``scales``,
+    arguments that are numbers or tensors on the device; one that is left out makes another plan, and 0 is refused
+    unless it ``takes_zero``.
+
+    ``check`` raises for a call that breaks a rule. ``launches`` plans a checked call for a device with the kernels of a
+    release. ``output`` is the form of ``out`` for the arguments of a call that leaves it out. ``op_options`` are
+    arguments of its torch op that are neither tensors nor options, with their kinds.
     """
 
     name: str
     tensors: tuple[TensorArg, ...]
+    options: type[Any]
+    check: Callable[[Any], None]
+    launches: Callable[[Any, DeviceFacts, NativeRelease], Sequence[NativeLaunch[Any]]]
+    scales: tuple[str, ...] = ()
+    takes_zero: bool = False
+    output: Callable[[Given], OutputForm] | None = None
+    op_options: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def option_kinds(self) -> Mapping[str, str]:
+        """The annotations of the options that are no scales, by name."""
+        return _option_kinds(self.options, self.scales)  # type: ignore[arg-type]  # classes are hashable
+
+    @property
+    def checks(self) -> tuple[OptionCheck, ...]:
+        """The checks of the options that are no scales."""
+        return _checks(self.options, self.scales)  # type: ignore[arg-type]  # classes are hashable
 
     @property
     def numbers(self) -> tuple[str, ...]:
-        """Their names in launch plans."""
-        return NUMBERS
+        """The names in launch plans of the numbers that a run takes beside tensors."""
+        return self.scales
 
     @property
     def number_arguments(self) -> tuple[str, ...]:
         """The arguments that give them; those of scales may be tensors too."""
-        return "softmax_scale", "output_scale", "max_seq_len"
+        return self.scales
 
     @property
     def values(self) -> tuple[str, ...]:
@@ -201,3 +246,87 @@ class Operator:
             UsageError: one is missing, no CUDA tensor, or of no form that has a canonical one.
         """
         return CallTensors(self.tensors, [arg.read(tensors[arg.name], options) for arg in self.tensors])
+
+    def split_scales(self, arguments: dict[str, Any]) -> dict[str, float | None]:
+        """The numbers among a call's scales by name, None where there is none; in ``arguments`` only tensors are left.
+
+        Raises:
+            UsageError: a scale is neither a number nor a tensor, or is a number that this operator does not take.
+        """
+        numbers = dict[str, float | None]()
+        for name in self.scales:
+            number, arguments[name] = split_scale(arguments[name], name)
+            if number == 0 and not self.takes_zero:
+                raise UsageError(f"{name}={number}: expected a number other than 0")
+            numbers[name] = number
+        return numbers
+
+    def with_defaults(self, scales: Mapping[str, float | None], arguments: Given) -> Mapping[str, float | None]:
+        """The scales of a call whose plan is made now, or is shared; here none has a default."""
+        return scales
+
+    def call(self, tensors: CallTensors, options: Any) -> Any:
+        """A call as ``check`` and ``launches`` take it."""
+        return Call(tensors, options)
+
+    def with_bounds(self, named: dict[str, Any], arguments: Given, runtime: Runtime, stream: int) -> None:
+        """Complete the options in ``named`` that are bounds which a call leaves out; here there are none.
+
+        Raises:
+            UsageError: one cannot be read from the call's tensors.
+        """
+
+    def shared_bounds(self, max_seq_len: int | None) -> tuple[int, int]:
+        """The least and the largest bound on lengths that share a plan with one; here there are no bounds."""
+        return 0, 0
+
+    def planned_bounds(self, options: Any) -> tuple[int, int]:
+        """The least and the largest bound on lengths that runs of a plan may give; here there are no bounds."""
+        return 0, 0
+
+    def planned_options(self, call: Any, kept_bound: int | None) -> Any:
+        """The options to plan a checked call with, whose plan calls up to ``kept_bound`` may share; None: its own."""
+        return call.options
+
+    def resized_options(self, call: Any, max_q_len: int | None) -> Any:
+        """The options of a call like one with other sizes."""
+        return call.options
+
+    def launch_numbers(
+        self, planned: Any, scales: Mapping[str, float | None], max_seq_len: int | None
+    ) -> tuple[Any, ...]:
+        """The values of ``numbers`` for a run of a plan with these options.
+
+        Raises:
+            UsageError: a number is not one that the plan takes.
+        """
+        return tuple(1.0 if scales[name] is None else scales[name] for name in self.scales)
+
+    def options_of_run(self, planned: Any, numbers: Sequence[Any]) -> Any:
+        """The options of a run of a plan with the options ``planned``, from the values of ``numbers``."""
+        scales = zip(self.scales, numbers, strict=True)
+        return replace(planned, **{name: number for name, number in scales if getattr(planned, name) is not None})
+
+
+def shape_of(tensor: Any, name: str) -> tuple[int, ...]:
+    """The shape of a caller's tensor, which torch may trace.
+
+    Raises:
+        UsageError: it is no CUDA tensor; the message begins with ``name``.
+    """
+    return tuple(tensor.shape) if is_torch(tensor) else view_of(tensor, name).shape
+
+
+def dtype_of(tensor: Any, name: str) -> str:
+    """As ``shape_of``, the dtype."""
+    return str(tensor.dtype).removeprefix("torch.") if is_torch(tensor) else view_of(tensor, name).dtype
+
+
+@cache
+def _option_kinds(options: type[Any], scales: tuple[str, ...]) -> Mapping[str, str]:
+    return {member.name: str(member.type) for member in fields(options) if member.name not in scales}
+
+
+@cache
+def _checks(options: type[Any], scales: tuple[str, ...]) -> tuple[OptionCheck, ...]:
+    return option_checks(_option_kinds(options, scales))  # type: ignore[arg-type]  # classes are hashable

@@ -84,8 +84,8 @@ class OperatorPlan:
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """The least and the greatest bound on lengths that a call may give; the same where it gives none."""
-        return 0, 0
+        """The least and the largest bound on lengths that a run may give; the same where it gives none."""
+        return self.operator.planned_bounds(self.options)
 
     @property
     def selections(self) -> tuple[Any, ...]:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 from ..errors import UsageError
 from ..tensor import TensorView
 from .checks import check_shape, listed
-from .operator import TensorArg
+from .operator import CallTensors, TensorArg
+from .scales import flat_scalar
 
 LAYOUTS = ("NHD", "HND")
+E4M3 = "float8_e4m3fn"
+KV_SCALES = ("k_scale", "v_scale")
+# In any of the forms of ``check_kv_scales``, with any strides.
+KV_SCALE_TENSORS = tuple(
+    TensorArg(name, ("float32",), optional=True, canonical=lambda view, _: flat_scalar(view)) for name in KV_SCALES
+)
 MAX_GROUP = 32
 HEAD_DIMS = (32, 64, 128, 256, 512)
 PAGE_SIZES = (16, 32, 64, 128, 256, 512, 1024)
@@ -99,6 +107,24 @@ def check_page_size(name: str, page_size: int, columns: int, kv_heads: int) -> N
             f"{name}: page size {page_size}, expected {listed(PAGE_SIZES)}, or any up to {MOST_KEYS} with one column "
             f"in page_table{hint}"
         )
+
+
+def check_kv_scales(tensors: CallTensors, kv_dtype: str, batch: int, kv_heads: int) -> None:
+    """Check the scales of keys and values that are tensors."""
+    for name in KV_SCALES:
+        scale = tensors.get(name)
+        if scale is None:
+            continue
+        check_shape(name, scale, (1,), (kv_heads,), (batch, kv_heads))
+        if kv_dtype != E4M3:
+            raise UsageError(f"{name}: a tensor with {kv_dtype} keys and values, expected a number or None")
+
+
+def scale_strides(view: TensorView | None) -> tuple[int, int]:
+    """Elements between the scales of requests and between those of KV heads; 0 where all have one."""
+    if view is None or prod(view.shape) == 1:
+        return 0, 0
+    return (0, view.strides[0]) if len(view.shape) == 1 else (view.strides[0], view.strides[1])
 
 
 def cache_arg(name: str, **dtypes: Any) -> TensorArg:

@@ -26,11 +26,21 @@ class StepPlan(OperatorPlan):
     """A plan of an operator with a ``run`` by ``run_step``."""
 
     def numbers_of(self, arguments: dict[str, Any]) -> tuple[Any, ...]:
-        """The numbers of a run by its arguments, in the order of the operator's ``numbers``.
+        """The numbers of a run by its arguments, in the order of the operator's ``numbers``, the plan's for those left
+        out.
 
         Of arguments that are tensors or numbers, only tensors are left in ``arguments``.
+
+        Raises:
+            UsageError: a number is invalid, or the plan was made without it.
         """
-        raise NotImplementedError
+        scales = self.operator.split_scales(arguments)
+        for name, number in scales.items():
+            planned = getattr(self.options, name)
+            if number is not None and planned is None:
+                raise UsageError(f"{name}={number}: planned with None")
+            scales[name] = planned if number is None else number
+        return self.operator.launch_numbers(self.options, scales, arguments.get("max_seq_len"))
 
     def run_step(
         self,

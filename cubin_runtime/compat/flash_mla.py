@@ -13,8 +13,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ..attention.mla import mla_decode
-from ..attention.sparse_mla import LATENT, sparse_mla_decode
+from ..attention.operators.mla_decode import mla_decode
+from ..attention.operators.sparse_mla_decode import LATENT, sparse_mla_decode
 from ..errors import UsageError
 from ..values import dataclass
 from .shapes import shape_of

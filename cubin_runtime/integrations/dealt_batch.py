@@ -10,9 +10,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-from ..attention.gqa import paged_decode
-from ..attention.merge import merge_states
-from ..attention.prefill import context_attention
+from ..attention.operators.context_attention import context_attention
+from ..attention.operators.merge_states import merge_states
+from ..attention.operators.paged_decode import paged_decode
 from ..errors import UsageError
 from .paged_batch import DealtBatch, LayerOptions, Part, decodes_directly, launch_part
 

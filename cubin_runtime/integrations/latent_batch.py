@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..attention.latent_cache import ROPE
-from ..attention.mla import mla_decode
+from ..attention.operators.mla_decode import mla_decode
 from ..errors import UsageError
 from ..kernels.native.context_parallel import Dealing
 from ..kernels.native.mla.select import MAX_HEADS, MAX_QUERIES

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ..attention.latent_cache import ROPE
-from ..attention.mla import plan_mla_decode
 from ..attention.operator_plan import OperatorPlan
-from ..attention.prefill import plan_context_attention
+from ..attention.operators.context_attention import plan_context_attention
+from ..attention.operators.mla_decode import plan_mla_decode
 from ..tensor import TensorView
 from .latent_batch import PAGE_SIZE, LatentDecodes, LatentOptions, attend_latent
 from .scratch import Limits, load, shared_scratch

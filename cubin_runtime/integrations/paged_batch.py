@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..attention.gqa import paged_decode
+from ..attention.operators.context_attention import context_attention
+from ..attention.operators.paged_decode import paged_decode
 from ..attention.paged_cache import MAX_GROUP, PAGE_SIZES
-from ..attention.prefill import context_attention
 from ..errors import UsageError, WorkspaceError
 from ..kernels.native.prefill.select import SEGMENT_HEAD_DIMS
 

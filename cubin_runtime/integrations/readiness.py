@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from ..attention.gqa import plan_paged_decode
-from ..attention.merge import plan_merge_states
 from ..attention.operator_plan import OperatorPlan
-from ..attention.prefill import plan_context_attention
+from ..attention.operators.context_attention import plan_context_attention
+from ..attention.operators.merge_states import plan_merge_states
+from ..attention.operators.paged_decode import plan_paged_decode
 from .paged_batch import LayerOptions, PagedBatch, Part, attend, decodes_directly
 from .scratch import Limits, load, shared_scratch
 

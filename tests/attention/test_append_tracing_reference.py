@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from append_reference import append_kv_reference, token_positions
 
-from cubin_runtime.attention.append_operator import APPEND_KV, AppendOptions
-from cubin_runtime.attention.plain_operator import PlainCall
+from cubin_runtime.attention.operator import Call
+from cubin_runtime.attention.operators.append_kv import APPEND_KV, AppendOptions
 from cubin_runtime.debug.tracing.append import traced_append
 
 pytestmark = pytest.mark.torch
@@ -25,7 +25,7 @@ def run(given: dict[str, Any], **options: Any) -> Any:
     """``run`` of the definition of a call with these tensors."""
     views = {arg.name: view_of(given[arg.name]) if arg.name in given else None for arg in APPEND_KV.tensors}
     chosen = AppendOptions(**options)
-    call = traced_append(PlainCall(APPEND_KV.read(views, chosen), chosen))
+    call = traced_append(Call(APPEND_KV.read(views, chosen), chosen))
     space: dict[str, Any] = {}
     exec(call.definition()["reference"], space)
     values = {**given, **options}

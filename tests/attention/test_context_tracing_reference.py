@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cubin_runtime.attention.context_call import ContextOptions
+from cubin_runtime.attention.attention_operator import AttentionCall
 from cubin_runtime.attention.context_reference import context_attention_reference
-from cubin_runtime.attention.decode_call import DecodeCall
-from cubin_runtime.attention.prefill import CONTEXT_ATTENTION
+from cubin_runtime.attention.operators.context_attention import CONTEXT_ATTENTION, ContextOptions
 from cubin_runtime.debug.tracing.context import traced_context
 
 pytestmark = pytest.mark.torch
@@ -66,7 +65,7 @@ def run(given: dict[str, Any], **options: Any) -> Any:
     """``run`` of the definition of a call with these tensors."""
     views = {arg.name: view_of(given[arg.name]) if arg.name in given else None for arg in CONTEXT_ATTENTION.tensors}
     chosen = ContextOptions(**{**NUMBERS, **options})
-    call = traced_context(DecodeCall(CONTEXT_ATTENTION.read(views, chosen), chosen))
+    call = traced_context(AttentionCall(CONTEXT_ATTENTION.read(views, chosen), chosen))
     space: dict[str, Any] = {}
     exec(call.definition()["reference"], space)
     values = {**NUMBERS, **DEFAULTS, **options, **given}

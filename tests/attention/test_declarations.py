@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from typing import Any, NamedTuple
 
 import pytest
 
-from cubin_runtime.attention import append, draft_masks, merge, mla, prefill, sparse_mla
-from cubin_runtime.attention.append_operator import APPEND_KV, AppendTensors
-from cubin_runtime.attention.decode_operator import DecodeOperator
-from cubin_runtime.attention.plain_operator import PlainOperator
+from cubin_runtime.attention.attention_operator import AttentionOperator
+from cubin_runtime.attention.operator import Operator
+from cubin_runtime.attention.operators import (
+    append_kv,
+    context_attention,
+    draft_mask,
+    merge_states,
+    mla_decode,
+    paged_decode,
+    sparse_mla_decode,
+)
 
 RUN = {"workspace", "stream"}
 PLAN = {"runtime", "device_facts"}
@@ -22,8 +29,8 @@ CALL = RUN | {"runtime"}
 class Declared(NamedTuple):
     """An operator, the typed tensors of its calls, and its functions; ``more`` are further arguments of the call."""
 
-    operator: PlainOperator | DecodeOperator
-    tensors: type
+    operator: Operator
+    tensors: type | None
     run: Callable[..., Any]
     plan: Callable[..., Any]
     call: Callable[..., Any]
@@ -31,38 +38,58 @@ class Declared(NamedTuple):
 
 
 DECLARED = {
-    "append_kv": Declared(APPEND_KV, AppendTensors, append.AppendKvPlan.run, append.plan_append_kv, append.append_kv),
+    "append_kv": Declared(
+        append_kv.APPEND_KV,
+        append_kv.AppendTensors,
+        append_kv.AppendKvPlan.run,
+        append_kv.plan_append_kv,
+        append_kv.append_kv,
+    ),
     "merge_states": Declared(
-        merge.MERGE_STATES,
-        merge.MergeTensors,
-        merge.MergeStatesPlan.run,
-        merge.plan_merge_states,
-        merge.merge_states,
+        merge_states.MERGE_STATES,
+        merge_states.MergeTensors,
+        merge_states.MergeStatesPlan.run,
+        merge_states.plan_merge_states,
+        merge_states.merge_states,
     ),
     "draft_mask": Declared(
-        draft_masks.DRAFT_MASK,
-        draft_masks.DraftMaskTensors,
-        draft_masks.DraftMaskPlan.run,
-        draft_masks.plan_draft_mask,
-        draft_masks.draft_mask,
+        draft_mask.DRAFT_MASK,
+        draft_mask.DraftMaskTensors,
+        draft_mask.DraftMaskPlan.run,
+        draft_mask.plan_draft_mask,
+        draft_mask.draft_mask,
         frozenset({"max_q_len"}),
     ),
     "sparse_mla_decode": Declared(
-        sparse_mla.SPARSE_MLA_DECODE,
-        sparse_mla.SparseMlaTensors,
-        sparse_mla.SparseMlaDecodePlan.run,
-        sparse_mla.plan_sparse_mla_decode,
-        sparse_mla.sparse_mla_decode,
+        sparse_mla_decode.SPARSE_MLA_DECODE,
+        sparse_mla_decode.SparseMlaTensors,
+        sparse_mla_decode.SparseMlaDecodePlan.run,
+        sparse_mla_decode.plan_sparse_mla_decode,
+        sparse_mla_decode.sparse_mla_decode,
     ),
-    "mla_decode": Declared(mla.MLA_DECODE, mla.MlaTensors, mla.MlaDecodePlan.run, mla.plan_mla_decode, mla.mla_decode),
+    "paged_decode": Declared(
+        paged_decode.PAGED_DECODE,
+        None,
+        paged_decode.PagedDecodePlan.run,
+        paged_decode.plan_paged_decode,
+        paged_decode.paged_decode,
+    ),
+    "mla_decode": Declared(
+        mla_decode.MLA_DECODE,
+        mla_decode.MlaTensors,
+        mla_decode.MlaDecodePlan.run,
+        mla_decode.plan_mla_decode,
+        mla_decode.mla_decode,
+    ),
     "context_attention": Declared(
-        prefill.CONTEXT_ATTENTION,
-        prefill.ContextTensors,
-        prefill.ContextAttentionPlan.run,
-        prefill.plan_context_attention,
-        prefill.context_attention,
+        context_attention.CONTEXT_ATTENTION,
+        context_attention.ContextTensors,
+        context_attention.ContextAttentionPlan.run,
+        context_attention.plan_context_attention,
+        context_attention.context_attention,
     ),
 }
+TYPED = [name for name, declared in DECLARED.items() if declared.tensors is not None]
 
 
 def names_of(function: Callable[..., Any]) -> set[str]:
@@ -70,30 +97,34 @@ def names_of(function: Callable[..., Any]) -> set[str]:
 
 
 def options_of(declared: Declared) -> dict[str, Any]:
-    """Defaults of the options that are no scales."""
-    operator = declared.operator
-    if isinstance(operator, DecodeOperator):
-        return {item.name: item.default for item in fields(operator.options_type) if item.name in operator.options}
-    return {item.name: item.default for item in fields(operator.options) if item.name not in operator.scales}
+    """Defaults of the options that are no scales; the bound on lengths has none."""
+    kinds = declared.operator.option_kinds
+    return {
+        item.name: inspect.Parameter.empty if item.default is MISSING else item.default
+        for item in fields(declared.operator.options)
+        if item.name in kinds
+    }
 
 
 def bound_of(declared: Declared) -> set[str]:
-    return {"max_seq_len"} if isinstance(declared.operator, DecodeOperator) else set()
+    return {"max_seq_len"} if isinstance(declared.operator, AttentionOperator) else set()
 
 
-@pytest.mark.parametrize("name", DECLARED)
+@pytest.mark.parametrize("name", TYPED)
 def test_the_typed_tensors_are_the_declared_ones_in_their_order(name: str) -> None:
     declared = DECLARED[name]
+    assert declared.tensors is not None
     assert list(declared.tensors.__annotations__) == [arg.name for arg in declared.operator.tensors]
 
 
-@pytest.mark.parametrize("name", DECLARED)
+@pytest.mark.parametrize("name", TYPED)
 def test_an_optional_tensor_may_be_none(name: str) -> None:
     declared = DECLARED[name]
+    assert declared.tensors is not None
     kinds = {name: kind.__forward_arg__ for name, kind in declared.tensors.__annotations__.items()}
     optional = {name for name, kind in kinds.items() if kind.endswith("| None")}
-    # A decode makes an output that is left out.
-    made = {"out"} if isinstance(declared.operator, DecodeOperator) else set()
+    # An output that is left out is made.
+    made = set() if declared.operator.output is None else {"out"}
     assert optional == {arg.name for arg in declared.operator.tensors if arg.optional} | made
 
 

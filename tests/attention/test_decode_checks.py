@@ -9,8 +9,9 @@ import pytest
 from attention_examples import Tensors
 
 from cubin_runtime.attention import TensorView
-from cubin_runtime.attention.decode_call import DecodeCall, DecodeOptions, token_stride
-from cubin_runtime.attention.gqa import PAGED_DECODE
+from cubin_runtime.attention.attention_operator import AttentionCall
+from cubin_runtime.attention.checks import token_stride
+from cubin_runtime.attention.operators.paged_decode import PAGED_DECODE, PagedDecodeOptions
 from cubin_runtime.attention.paged_cache import cache_view
 from cubin_runtime.attention.scales import split_scale
 from cubin_runtime.errors import UsageError
@@ -23,8 +24,8 @@ LONG = {"max_seq_len": 1 << 20}
 
 
 def check(tensors: Tensors, **options: Any) -> None:
-    asked = DecodeOptions(**{"max_seq_len": 1024, "softmax_scale": 0.1, **options})
-    PAGED_DECODE.check(DecodeCall(PAGED_DECODE.read(tensors.by_name, asked), asked))
+    asked = PagedDecodeOptions(**{"max_seq_len": 1024, "softmax_scale": 0.1, **options})
+    PAGED_DECODE.check(AttentionCall(PAGED_DECODE.read(tensors.by_name, asked), asked))
 
 
 def contiguous(shape: tuple[int, ...], dtype: str = "bfloat16") -> dict[str, Any]:
@@ -143,7 +144,7 @@ def test_a_bound_outside_the_table_is_named(bound: int) -> None:
 @pytest.mark.parametrize("scale", [float("nan"), float("inf"), 1e39])
 def test_a_scale_that_is_no_finite_number_is_named(name: str, scale: float) -> None:
     with pytest.raises(UsageError, match=re.escape(f"{name}={scale}: expected a finite number")):
-        check(GOOD, **{name: scale})
+        PAGED_DECODE.split_scales({**dict.fromkeys(PAGED_DECODE.scales), name: scale})
 
 
 def test_more_tiles_than_the_kernel_counts_are_refused() -> None:

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cubin_runtime.attention.decode_call import DecodeCall, DecodeOptions
-from cubin_runtime.attention.mla import MLA_DECODE
+from cubin_runtime.attention.attention_operator import AttentionCall
+from cubin_runtime.attention.decode_rules import DecodeOptions
+from cubin_runtime.attention.operators.mla_decode import MLA_DECODE
 from cubin_runtime.attention.reference import mla_decode_reference
 from cubin_runtime.debug.tracing.mla import traced_mla_decode
 
@@ -25,7 +26,7 @@ def run(given: dict[str, Any], **numbers: Any) -> Any:
     """``run`` of the definition of a call with these tensors."""
     views = {arg.name: view_of(given[arg.name]) if arg.name in given else None for arg in MLA_DECODE.tensors}
     options = DecodeOptions(**{**NUMBERS, **numbers})
-    call = traced_mla_decode(DecodeCall(MLA_DECODE.read(views, options), options))
+    call = traced_mla_decode(AttentionCall(MLA_DECODE.read(views, options), options))
     space: dict[str, Any] = {}
     exec(call.definition()["reference"], space)
     values = {**given, **NUMBERS, **numbers}

@@ -14,7 +14,7 @@ from trtllm_calls import MadeUpMemory
 
 from cubin_runtime.attention import Runtime, TensorView, paged_decode
 from cubin_runtime.attention.fast_path import full_path
-from cubin_runtime.attention.gqa import PAGED_DECODE
+from cubin_runtime.attention.operators.paged_decode import PAGED_DECODE
 from cubin_runtime.errors import UsageError
 from cubin_runtime.kernels.native.decode.params import PAGED_DECODE_TMA
 from cubin_runtime.launch.semaphore_workspace import SemaphoreWorkspace

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from cubin_runtime.attention import TensorView
-from cubin_runtime.attention.decode_call import DecodeCall, DecodeOptions
-from cubin_runtime.attention.gqa import PAGED_DECODE
+from cubin_runtime.attention.attention_operator import AttentionCall
 from cubin_runtime.attention.operator import CallTensors
+from cubin_runtime.attention.operators.paged_decode import PAGED_DECODE, PagedDecodeOptions
 from cubin_runtime.attention.reference import paged_decode_reference
 from cubin_runtime.debug.tracing.decode import traced_decode
 
@@ -33,7 +33,7 @@ def tensors_of(given: dict[str, Any]) -> CallTensors:
 
 def run(given: dict[str, Any], **numbers: Any) -> Any:
     """``run`` of the definition of a call with these tensors."""
-    call = traced_decode(DecodeCall(tensors_of(given), DecodeOptions(**{**NUMBERS, **numbers})))
+    call = traced_decode(AttentionCall(tensors_of(given), PagedDecodeOptions(**{**NUMBERS, **numbers})))
     space: dict[str, Any] = {}
     exec(call.definition()["reference"], space)
     values = {**NUMBERS, **numbers, **given}

@@ -10,7 +10,7 @@ import numpy as np
 from append_reference import append_kv_reference, token_positions
 from kv_scales import EXPANDED, FORMS, NUMBER, Scales, draw_kv_scales
 
-from cubin_runtime.attention.append_operator import SCALES
+from cubin_runtime.attention.paged_cache import KV_SCALES
 from cubin_runtime.attention.values import bfloat16_bits, bfloat16_values, e4m3_bits
 
 UNTOUCHED = 0xA5
@@ -193,7 +193,7 @@ class AppendArrays:
             tensors["page_indptr"] = place(self.page_indptr, None)
         options: dict[str, Any] = {"lengths_include_new": case.lengths_include_new}
         options["kv_layout"] = "NHD" if case.layout == "columns" else case.layout
-        for name, scale in zip(SCALES, case.scales or (), strict=False):
+        for name, scale in zip(KV_SCALES, case.scales or (), strict=False):
             if case.scale_form == NUMBER:
                 options[name] = float(scale)
             else:

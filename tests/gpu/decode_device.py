@@ -19,7 +19,7 @@ from kv_scales import NUMBER, kv_scale_arguments
 
 from cubin_runtime.artifacts.tables.native_kernels import NativeKernel
 from cubin_runtime.attention import PagedDecodePlan, Runtime, TensorView, plan_paged_decode
-from cubin_runtime.attention.decode_call import KV_SCALES
+from cubin_runtime.attention.paged_cache import KV_SCALES
 from cubin_runtime.errors import UsageError
 from cubin_runtime.kernels.native.decode import select
 from cubin_runtime.kernels.native.decode.grids import Grid

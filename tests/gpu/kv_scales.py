@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from cubin_runtime.attention import TensorView
-from cubin_runtime.attention.decode_call import KV_SCALES
+from cubin_runtime.attention.paged_cache import KV_SCALES
 from cubin_runtime.testing.device import DeviceArrays
 
 NUMBER, EXPANDED = "number", "expanded"

@@ -10,7 +10,7 @@ from merge_cases import random_case as random_merge
 from mirrored_arrays import MirroredArrays
 
 from cubin_runtime.attention import Runtime, draft_mask, plan_append_kv, plan_draft_mask, plan_merge_states
-from cubin_runtime.attention.plain_operator import PlainPlan
+from cubin_runtime.attention.step_plan import StepPlan
 from cubin_runtime.testing.device import DeviceArrays
 
 COPYING_CASES = 10  # of each
@@ -44,7 +44,7 @@ def copying_all(runtime: Runtime) -> set[str]:
     return used
 
 
-def _pack(runtime: Runtime, rng: np.random.Generator, mirror: MirroredArrays) -> PlainPlan:
+def _pack(runtime: Runtime, rng: np.random.Generator, mirror: MirroredArrays) -> StepPlan:
     """Pack random trees or patterns of requests with the same or different numbers of drafts, as on the host."""
     bound, ragged, name = int(rng.integers(1, 65)), bool(rng.integers(2)), str(rng.choice(["parents", "allowed"]))
     sizes = [bound, *(int(n) for n in (rng.integers(0, bound + 1, 4) if ragged else [bound] * 4))]

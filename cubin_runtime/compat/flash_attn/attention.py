@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...attention.checks import integer
-from ...attention.prefill import context_attention
+from ...attention.operators.context_attention import context_attention
 from ...errors import UsageError, WorkspaceError
 from ..renaming import renamed
 from ..shapes import shape_of

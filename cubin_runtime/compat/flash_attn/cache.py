@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ...attention.append import append_kv
 from ...attention.checks import integer
-from ...attention.decode_call import E4M3
-from ...attention.gqa import paged_decode
-from ...attention.paged_cache import has_decode_kernel
+from ...attention.operators.append_kv import append_kv
+from ...attention.operators.paged_decode import paged_decode
+from ...attention.paged_cache import E4M3, has_decode_kernel
 from ...errors import UsageError, WorkspaceError
 from ...kernels.native.prefill.select import SEGMENT_HEAD_DIMS
 from ..renaming import renamed

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ...attention.merge import merge_states as merge_operator
+from ...attention.operators.merge_states import merge_states as merge_operator
 from ...attention.process import default_runtime
 from ...errors import UsageError, WorkspaceError
 from ..renaming import renamed

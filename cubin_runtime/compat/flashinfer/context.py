@@ -7,7 +7,7 @@ from typing import Any
 
 from ...attention.backends import AUTO, NATIVE, TRTLLM_GEN
 from ...attention.checks import integer
-from ...attention.prefill import context_attention
+from ...attention.operators.context_attention import context_attention
 from ...attention.trtllm_gen.checks import check_vector
 from ...errors import UsageError
 from ...tensor import TensorView, view_of

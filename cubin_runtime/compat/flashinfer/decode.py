@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ...attention.backends import XQA
 from ...attention.checks import integer
 from ...attention.fast_path import operator_function
-from ...attention.gqa import paged_decode
+from ...attention.operators.paged_decode import paged_decode
 from ...attention.trtllm_gen import DecodeCall
 from ...errors import UsageError
 from ...tensor import view_of

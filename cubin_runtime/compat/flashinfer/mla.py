@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ...attention.backends import XQA
 from ...attention.checks import integer
 from ...attention.fast_path import operator_function
-from ...attention.mla import mla_decode
+from ...attention.operators.mla_decode import mla_decode
 from ...attention.trtllm_gen import DecodeCall
 from ...attention.trtllm_gen.checks import check_vector
 from ...errors import UsageError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...attention.append import append_kv
+from ...attention.operators.append_kv import append_kv
 from ...errors import UsageError, WorkspaceError
 from ..renaming import renamed
 from ..shapes import is_torch, shape_of

@@ -6,7 +6,7 @@ from typing import Any
 
 from ...attention.checks import integer
 from ...attention.fast_path import note_bounds
-from ...attention.sparse_mla import sparse_mla_decode
+from ...attention.operators.sparse_mla_decode import sparse_mla_decode
 from ...attention.trtllm_gen.checks import check_vector
 from ...errors import UsageError
 from ...kernels.native.sparse_mla.select import ROW_FORMS

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from ...attention.attention_operator import default_scale
 from ...attention.backends import XQA
 from ...attention.checks import check_dtype, integer
-from ...attention.decode_operator import default_scale
 from ...attention.fast_path import note_compared, operator_function
-from ...attention.gqa import paged_decode
-from ...attention.mla import mla_decode
+from ...attention.operators.mla_decode import mla_decode
+from ...attention.operators.paged_decode import paged_decode
 from ...errors import UsageError
 from ...tensor import TensorView, view_of
 from .arguments import MEMORY, Arguments

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from ... import _version
 from ...artifacts.pins.pin import Pin
 from ...attention.operator_plan import OperatorPlan
-from ...kernels.native.problem import LOG2_E
 from ...launch.driver import DeviceFacts
 from ...launch.plan import LaunchPlan
 from ...tensor import TensorView
@@ -72,12 +71,13 @@ def _native_form(run: Run) -> CallForm:
             resident.add(arg.name)
         elif arg.written:
             outputs.add(arg.name)
-    option_values = {member.name: getattr(plan.options, member.name) for member in fields(plan.options)}
+    own = plan.operator.options_of_run(plan.options, run.numbers)
+    option_values = {member.name: getattr(own, member.name) for member in fields(own)}
     options = {name: value for name, value in option_values.items() if value is None or isinstance(value, _SCALARS)}
-    if "max_seq_len" in options:  # of a decode
-        bound, scale, factor = run.numbers
-        options |= {"planned_max_seq_len": options["max_seq_len"], "max_seq_len": bound, "kv_layout": "NHD"}
-        options |= {"softmax_scale": scale / LOG2_E, "output_scale": factor, "k_scale": 1.0, "v_scale": 1.0}
+    if "max_seq_len" in options:
+        options["planned_max_seq_len"] = plan.options.max_seq_len
+    if "kv_layout" in options:
+        options["kv_layout"] = "NHD"  # of the views
     pages = None
     if resident and {"page_table", "seq_lens"} <= views.keys():
         cache = views[min(resident)]

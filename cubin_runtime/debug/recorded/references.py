@@ -7,7 +7,8 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...attention.context_reference import context_attention_reference
-from ...attention.decode_call import DEALING_OPTIONS, KV_SCALES
+from ...attention.decode_rules import DEALING_OPTIONS
+from ...attention.paged_cache import KV_SCALES
 from ...attention.reference import bfloat16_values, e4m3_values, mla_decode_reference, paged_decode_reference
 from ...attention.tolerances import probability_dtype
 from ...errors import CorruptError

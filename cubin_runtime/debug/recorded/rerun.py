@@ -98,13 +98,13 @@ def _write(driver: Driver, view: TensorView, tensor: RecordedTensor, pages: tupl
 
 
 def _run_paged_decode(call: RecordedCall, views: Mapping[str, TensorView], runtime: Runtime) -> None:
-    from ...attention.gqa import PAGED_DECODE, PagedDecodePlan
+    from ...attention.operators.paged_decode import PAGED_DECODE, PagedDecodePlan
 
     _run_native(call, views, runtime, PAGED_DECODE, PagedDecodePlan)
 
 
 def _run_mla_decode(call: RecordedCall, views: Mapping[str, TensorView], runtime: Runtime) -> None:
-    from ...attention.mla import MLA_DECODE, MlaDecodePlan
+    from ...attention.operators.mla_decode import MLA_DECODE, MlaDecodePlan
 
     cache = views["kv_cache"]
     if len(cache.shape) != 4:
@@ -115,7 +115,7 @@ def _run_mla_decode(call: RecordedCall, views: Mapping[str, TensorView], runtime
 
 
 def _run_context_attention(call: RecordedCall, views: Mapping[str, TensorView], runtime: Runtime) -> None:
-    from ...attention.prefill import CONTEXT_ATTENTION, ContextAttentionPlan
+    from ...attention.operators.context_attention import CONTEXT_ATTENTION, ContextAttentionPlan
 
     _run_native(call, views, runtime, CONTEXT_ATTENTION, ContextAttentionPlan)
 
@@ -124,15 +124,15 @@ def _run_native(
     call: RecordedCall, views: Mapping[str, TensorView], runtime: Runtime, operator: Any, plan_class: Any
 ) -> None:
     """Plan for the bound that was planned for, then run with that of the call."""
-    from ...attention.decode_operator import plan_decode
+    from ...attention.pipeline import plan_call
 
     names = [arg.name for arg in operator.tensors]
     options: dict[str, Any] = dict(call.options)
     scales = {name: views.get(name, options[name]) for name in ("softmax_scale", "output_scale")}
-    asked = {name: options[name] for name in operator.options}
-    arguments = {**dict.fromkeys(names), **views, **scales}
-    planned = operator.options_type(max_seq_len=options["planned_max_seq_len"], **asked)
-    plan = plan_decode(plan_class, operator, arguments, planned, runtime=runtime, device_facts=None)
+    options_asked = {name: options[name] for name in operator.option_kinds}
+    arguments = {**dict.fromkeys((*names, *operator.scales)), **views, **scales}
+    planned = operator.options(**{**options_asked, "max_seq_len": options["planned_max_seq_len"]})
+    plan = plan_call(plan_class, operator, arguments, planned, runtime=runtime, device_facts=None)
     workspace = plan.prepare(0)
     plan.run(**arguments, max_seq_len=options["max_seq_len"], workspace=workspace, stream=0)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...attention.plain_operator import PlainCall
+from ...attention.operator import Call
 from ...dtypes import DTYPES
 from .decode import scale_axes
 from .references import run_of
@@ -11,7 +11,7 @@ from .schema import Axis, Constant, Scalar, Tensor, TracedCall
 _SCALES = ("k_scale", "v_scale")
 
 
-def traced_append(call: PlainCall) -> TracedCall:
+def traced_append(call: Call) -> TracedCall:
     """A call of ``append_kv``; the caches, which it writes in place, are inputs and outputs of the definition."""
     tensors, options = call.tensors, call.options
     key, k = tensors["key"], tensors["k_cache"]

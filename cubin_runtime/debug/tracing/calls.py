@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
-from ...attention.decode_call import DecodeCall
 from ...attention.hook import Run
 from ...attention.operator import CallTensors
 from ...attention.operator_plan import OperatorPlan
-from ...attention.plain_operator import PlainCall, PlainOperator
-from ...kernels.native.problem import LOG2_E
 from ...tensor import TensorView
 from .append import traced_append
 from .context import traced_context
@@ -39,18 +35,11 @@ def traced(run: Run) -> TracedCall | str:
     return f"{plan.operator.name}: no definition" if define is None else define(_call_of(plan, run))
 
 
-def _call_of(plan: OperatorPlan, run: Run) -> DecodeCall | PlainCall:
+def _call_of(plan: OperatorPlan, run: Run) -> Any:
     """The call: the plan's tensors where the run has them, and its options with the run's numbers."""
     views = [
         None if spec is None else TensorView(address, spec.dtype, spec.shape, spec.strides, spec.device)
         for spec, address in zip(plan.specs, run.call, strict=True)
     ]
-    tensors = CallTensors(plan.operator.tensors, views)
-    if isinstance(plan.operator, PlainOperator):
-        scales = zip(plan.operator.scales, run.numbers, strict=True)
-        numbers = {name: number for name, number in scales if getattr(plan.options, name) is not None}
-        return PlainCall(tensors, replace(plan.options, **numbers))
-    bound, scale_log2, output_scale = run.numbers
-    # Scales of keys and values are parts of the other two.
-    factors = {"softmax_scale": scale_log2 / LOG2_E, "output_scale": output_scale, "k_scale": 1.0, "v_scale": 1.0}
-    return DecodeCall(tensors, replace(plan.options, max_seq_len=bound, **factors))
+    operator = plan.operator
+    return operator.call(CallTensors(operator.tensors, views), operator.options_of_run(plan.options, run.numbers))

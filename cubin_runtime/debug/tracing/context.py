@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ...attention.context_call import ContextOptions, is_paged
-from ...attention.decode_call import DecodeCall
+from ...attention.attention_operator import AttentionCall
+from ...attention.operators.context_attention import ContextOptions, is_paged
 from ...dtypes import DTYPES
 from ...tensor import TensorView
 from .decode import ONE, kv_scales, sink_axes, table_axes
@@ -14,7 +14,7 @@ _KV = (Constant("kv_heads"), Constant("head_dim"))
 _VALUES = (Constant("kv_heads"), Constant("value_dim"))
 
 
-def traced_context(call: DecodeCall) -> TracedCall:
+def traced_context(call: AttentionCall) -> TracedCall:
     """A call of ``context_attention``."""
     q, tensors, options = call.q, call.tensors, call.options
     assert isinstance(options, ContextOptions)
@@ -65,7 +65,7 @@ def traced_context(call: DecodeCall) -> TracedCall:
     )
 
 
-def _optional_tensors(call: DecodeCall) -> list[Tensor]:
+def _optional_tensors(call: AttentionCall) -> list[Tensor]:
     tensors, table = call.tensors, call.tensors.get("page_table")
     more: list[tuple[str, TensorView | None, tuple[Axis, ...], str]] = [
         ("page_table", table, table_axes(table) if table else (), ""),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from ...attention.decode_call import DEALING_OPTIONS, GLOBAL_LENS, KV_SCALES, DecodeCall
+from ...attention.attention_operator import AttentionCall
+from ...attention.decode_rules import DEALING_OPTIONS, GLOBAL_LENS
 from ...attention.operator import CallTensors
+from ...attention.paged_cache import KV_SCALES
 from ...dtypes import DTYPES
 from ...tensor import TensorView
 from .references import of_attention, run_of
@@ -21,7 +23,7 @@ _CACHE: tuple[Axis, ...] = ("pages", Constant("page_size"), Constant("kv_heads")
 ONE = (Constant("one"),)
 
 
-def traced_decode(call: DecodeCall) -> TracedCall:
+def traced_decode(call: AttentionCall) -> TracedCall:
     """A call of ``paged_decode``."""
     q, tensors, options = call.q, call.tensors, call.options
     k, out, lse = tensors["k_cache"], tensors["out"], tensors.get("lse")
@@ -67,13 +69,13 @@ def table_axes(table: TensorView) -> tuple[Axis, ...]:
     return ("batch", "columns") if len(table.shape) == 2 else ("batch", Constant("tables"), "columns")
 
 
-def decode_tags(call: DecodeCall, *more: str) -> tuple[str, ...]:
+def decode_tags(call: AttentionCall, *more: str) -> tuple[str, ...]:
     """The words to find a decode by."""
     form = "ragged" if call.ragged else "dense"
     return ("stage:decode", f"form:{form}", *(("batch_invariant",) if call.options.batch_invariant else ()), *more)
 
 
-def option_numbers(call: DecodeCall) -> list[Scalar]:
+def option_numbers(call: AttentionCall) -> list[Scalar]:
     """The numbers that a call may leave out, as far as they are there."""
     options = call.options
     names = DEALING_OPTIONS if call.tensors.get(GLOBAL_LENS.name) is not None else ()
@@ -94,7 +96,7 @@ def option_tensors(tensors: CallTensors, mask: tuple[Axis, ...], sinks: tuple[Ax
     return [Tensor(name, view, axes, words) for name, view, axes, words in more if view is not None]
 
 
-def kv_scales(call: DecodeCall) -> list[Tensor]:
+def kv_scales(call: AttentionCall) -> list[Tensor]:
     """The scales of keys and values that are tensors, in the form that they came in."""
     scales = [(name, call.tensors.get(name)) for name in KV_SCALES]
     return [Tensor(name, view, scale_axes(view), "a factor more of a KV head") for name, view in scales if view]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ...attention.decode_call import DecodeCall
+from ...attention.attention_operator import AttentionCall
 from ...attention.latent_cache import ROPE
 from ...dtypes import DTYPES
 from .decode import decode_tags, mask_axes, option_numbers, option_tensors
@@ -21,7 +21,7 @@ OP_TYPE = "mla_paged"
 _HEADS, _WIDTH, _LATENT = Constant("q_heads"), Constant("head_dim_qk"), Constant("kv_lora_rank")
 
 
-def traced_mla_decode(call: DecodeCall) -> TracedCall:
+def traced_mla_decode(call: AttentionCall) -> TracedCall:
     """A call of ``mla_decode``."""
     q, tensors, options = call.q, call.tensors, call.options
     rows, out, lse, given_sinks = tensors["kv_cache"], tensors["out"], tensors.get("lse"), tensors.get("sinks")

@@ -10,7 +10,7 @@ import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 
-from ...attention.prefill import context_attention
+from ...attention.operators.context_attention import context_attention
 from ...errors import UsageError, WorkspaceError
 from ..latent_batch import PAGE_SIZE, LatentDecodes, LatentOptions, attend_latent, check_latent_layer
 from ..latent_readiness import LatentKind, reserve_latent, reserve_prompts, warm_up_latent

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from ...attention.gqa import paged_decode
 from ...attention.growing_cache import decode_growing
+from ...attention.operators.context_attention import context_attention
+from ...attention.operators.paged_decode import paged_decode
 from ...attention.paged_cache import has_decode_kernel
-from ...attention.prefill import context_attention
 from ...compat.flash_attn.attention import attend_ragged
 from ...compat.flash_attn.cache import DECODED_FROM, MOST_DECODED, Cache, Queries, attend_cache
 from ...compat.flash_attn.options import NAMES

@@ -1,28 +1,21 @@
-"""The parameter structs of all native kernels, by name."""
+"""The parameter structs of all native kernels, by name: those of each family's folder."""
 
 from __future__ import annotations
 
+from importlib import import_module
+from pkgutil import iter_modules
 from types import MappingProxyType
 
-from .append.params import LAYOUTS as APPEND_LAYOUTS
-from .decode.params import LAYOUTS as DECODE_LAYOUTS
-from .draft_mask.params import LAYOUTS as DRAFT_MASK_LAYOUTS
-from .measure.params import LAYOUTS as MEASURE_LAYOUTS
-from .merge.params import LAYOUTS as MERGE_LAYOUTS
-from .mla.params import LAYOUTS as MLA_LAYOUTS
-from .prefill.params import LAYOUTS as PREFILL_LAYOUTS
-from .reduction.params import LAYOUTS as REDUCTION_LAYOUTS
-from .sparse_mla.params import LAYOUTS as SPARSE_MLA_LAYOUTS
+from ...launch.structs import StructLayout
 
-_FAMILIES = (
-    APPEND_LAYOUTS,
-    DECODE_LAYOUTS,
-    DRAFT_MASK_LAYOUTS,
-    MEASURE_LAYOUTS,
-    MERGE_LAYOUTS,
-    MLA_LAYOUTS,
-    PREFILL_LAYOUTS,
-    REDUCTION_LAYOUTS,
-    SPARSE_MLA_LAYOUTS,
-)
-LAYOUTS = MappingProxyType({name: layout for family in _FAMILIES for name, layout in family.items()})
+
+def _layouts() -> dict[str, StructLayout]:
+    package = import_module(__package__)
+    families = [module.name for module in iter_modules(package.__path__) if module.ispkg]
+    layouts: dict[str, StructLayout] = {}
+    for family in families:
+        layouts |= import_module(f".{family}.params", __package__).LAYOUTS
+    return layouts
+
+
+LAYOUTS = MappingProxyType(_layouts())

@@ -12,7 +12,7 @@ import pytest
 from fast_path_calls import FullPaths, suspended
 from host_tensors import memory_of_host_tensors
 
-from cubin_runtime.attention import Runtime, call_family, mla_decode, paged_decode, plan_paged_decode
+from cubin_runtime.attention import Runtime, mla_decode, paged_decode, pipeline, plan_paged_decode
 from cubin_runtime.attention.fast_path import guards, operator_function
 from cubin_runtime.compat import flashinfer
 from cubin_runtime.errors import UsageError
@@ -401,7 +401,7 @@ def test_each_graph_that_torch_captures_has_scratch_of_its_own(
         of_graphs.append(torch.zeros(size, dtype=torch.uint8))
         return of_graphs[-1]
 
-    monkeypatch.setattr(call_family, "torch_bytes", torch_bytes)
+    monkeypatch.setattr(pipeline, "torch_bytes", torch_bytes)
     if of_any_size:
         monkeypatch.setattr(sys.modules[operator_function.__module__], "FULL_RUNS", 1 << 30)
         for tokens in (3, 4, 2, 2, 2):

@@ -1,43 +1,43 @@
-"""Sparse MLA decode: the operator's declaration, a plan made once for shapes and options, and the plain function."""
+"""Sparse MLA decode: the operator's declaration, its rules and launches, its plan and its function."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
-from ..dtypes import DTYPES, ITEM_BYTES
-from ..errors import UsageError
-from ..kernels.native.launches import NativeLaunch
-from ..kernels.native.mla.select import MAX_HEADS
-from ..kernels.native.sparse_mla.plan import SparseMlaProblem, sparse_mla_launch
-from ..kernels.native.sparse_mla.select import (
+from ...dtypes import DTYPES, ITEM_BYTES
+from ...errors import UsageError
+from ...kernels.native.launches import NativeLaunch
+from ...kernels.native.mla.select import MAX_HEADS
+from ...kernels.native.sparse_mla.plan import SparseMlaProblem, sparse_mla_launch
+from ...kernels.native.sparse_mla.select import (
     MAX_WIDTH,
     ROW_FORMS,
     SparseMlaSelection,
     SparseMlaShape,
     select_sparse_mla,
 )
-from ..launch.driver import DeviceFacts
-from ..launch.semaphore_workspace import AnyWorkspace
-from ..tensor import TensorView, view_of
-from ..values import dataclass
-from .backends import AUTO
-from .checks import check_shape
-from .fast_path import operator_function
-from .latent_cache import OUT_DTYPES
-from .merge import LSE_BASES
-from .operator import TensorArg
-from .plain_operator import PlainCall, PlainOperator, PlainPlan, plain_op, plan_plain, run_plain
-from .process import runtime_of
-from .runtime import NativeRelease, Runtime
+from ...launch.driver import DeviceFacts
+from ...launch.semaphore_workspace import AnyWorkspace
+from ...tensor import TensorView
+from ...values import dataclass
+from ..attention_operator import SCALE_TENSORS, SCALES, check_scale_shapes
+from ..backends import AUTO
+from ..checks import check_shape
+from ..fast_path import operator_function
+from ..latent_cache import OUT_DTYPES
+from ..operator import Call, Given, Operator, OutputForm, TensorArg, shape_of
+from ..pipeline import plan_call, run_call, torch_op
+from ..runtime import NativeRelease, Runtime
+from ..step_plan import StepPlan
+from .merge_states import LSE_BASES
 
 if TYPE_CHECKING:
-    from ..protocols import DecodeBackend, LseBase, Stream
-    from ..tensor import OutT, QueryT, Scale, Tensor
+    from ...protocols import DecodeBackend, LseBase, Stream
+    from ...tensor import OutT, QueryT, Scale, Tensor
 
 LATENT = 512
-SCALES = ("softmax_scale", "output_scale")
 _MOST_ROWS = 1 << 31
 _MOST_TILES = 1 << 31
 _BYTE_DTYPES = ("uint8", "float8_e4m3fn")
@@ -50,7 +50,7 @@ class SparseMlaTensors(TypedDict):
     kv_cache: Tensor
     indices: Tensor
     topk_lens: Tensor | None
-    out: Tensor
+    out: Tensor | None
     lse: Tensor | None
     sinks: Tensor | None
     softmax_scale: Scale | None
@@ -147,7 +147,7 @@ def _check_sizes(q: TensorView, cache: TensorView, lists: TensorView) -> None:
         raise UsageError(f"q: {tokens} tokens with lists of {lists.shape[1]} entries, expected fewer")
 
 
-def _check(call: PlainCall) -> None:
+def _check(call: Call) -> None:
     tensors, options = call.tensors, call.options
     tensors.check_dtypes()
     _check_sizes(tensors["q"], tensors["kv_cache"], tensors["indices"])
@@ -156,10 +156,7 @@ def _check(call: PlainCall) -> None:
     check_shape("out", tensors["out"], (tokens, heads, LATENT))
     check_shape("lse", tensors.get("lse"), (tokens, heads))
     check_shape("sinks", tensors.get("sinks"), (heads,))
-    for name in SCALES:
-        scale = tensors.get(name)
-        if scale is not None and prod(scale.shape) != 1:
-            raise UsageError(f"{name}: shape {scale.shape}, expected one element")
+    check_scale_shapes(tensors)
     if options.softmax_scale is None and tensors.get("softmax_scale") is None:
         raise UsageError("softmax_scale: None, expected a number or a float32 CUDA tensor of one element")
     if options.lse_base not in LSE_BASES:
@@ -168,9 +165,7 @@ def _check(call: PlainCall) -> None:
     tensors.check_memory()
 
 
-def _launches(
-    call: PlainCall, device: DeviceFacts, release: NativeRelease
-) -> Sequence[NativeLaunch[SparseMlaSelection]]:
+def _launches(call: Call, device: DeviceFacts, release: NativeRelease) -> Sequence[NativeLaunch[SparseMlaSelection]]:
     tensors, options = call.tensors, call.options
     q, cache, lists, out = (tensors[name] for name in ("q", "kv_cache", "indices", "out"))
     lse = tensors.get("lse")
@@ -203,7 +198,15 @@ def _launches(
     return [sparse_mla_launch(selection, problem, release.file_of(selection.kernel))]
 
 
-SPARSE_MLA_DECODE = PlainOperator(
+def _output(arguments: Given) -> OutputForm:
+    q = arguments["q"]
+    shape = shape_of(q, "q")
+    if len(shape) != 3:
+        raise UsageError(f"q: shape {shape}, expected [tokens, heads, columns]")
+    return OutputForm(q, (*shape[:-1], LATENT))
+
+
+SPARSE_MLA_DECODE = Operator(
     name="sparse_mla_decode",
     tensors=(
         TensorArg("q", ("bfloat16",), alignment=16, stride_bytes=16, rows=True),
@@ -221,16 +224,17 @@ SPARSE_MLA_DECODE = PlainOperator(
         TensorArg("out", OUT_DTYPES, alignment=16, stride_bytes=16, rows=True, written=True),
         TensorArg("lse", ("float32",), optional=True, written=True),
         TensorArg("sinks", ("float32",), optional=True, contiguous=True),
-        *(TensorArg(name, ("float32",), optional=True, scalar=True, value=f"{name}_device") for name in SCALES),
+        *SCALE_TENSORS,
     ),
     options=SparseMlaOptions,
     scales=SCALES,
     check=_check,
     launches=_launches,
+    output=_output,
 )
 
 
-class SparseMlaDecodePlan(PlainPlan):
+class SparseMlaDecodePlan(StepPlan):
     """A plan made by ``plan_sparse_mla_decode``."""
 
     @operator_function()
@@ -309,20 +313,12 @@ def plan_sparse_mla_decode(
     options = SparseMlaOptions(
         lse_base=lse_base, lse_sink=lse_sink, batch_invariant=batch_invariant, backend=backend, enable_pdl=enable_pdl
     )
-    return plan_plain(
+    return plan_call(
         SparseMlaDecodePlan, SPARSE_MLA_DECODE, tensors, options, runtime=runtime, device_facts=device_facts
     )
 
 
-def _complete(arguments: dict[str, Any]) -> Any:
-    """Make the output that a call leaves out: among a call's arguments by name."""
-    if arguments["out"] is None:
-        q = arguments["q"]
-        arguments["out"] = q.new_empty((*q.shape[:-1], LATENT))
-    return arguments["out"]
-
-
-@operator_function(op=lambda _: plain_op(SPARSE_MLA_DECODE, _complete))
+@operator_function(op=lambda _: torch_op(SPARSE_MLA_DECODE))
 def sparse_mla_decode(
     q: QueryT,
     kv_cache: Tensor,
@@ -382,11 +378,6 @@ def sparse_mla_decode(
     Raises:
         as ``mla_decode``.
     """
-    if out is None:
-        view = view_of(q, "q")
-        if len(view.shape) != 3:
-            raise UsageError(f"q: shape {view.shape}, expected [tokens, heads, columns]")
-        out = runtime_of(runtime).memory.empty(q, (*view.shape[:-1], LATENT), None)
     tensors = SparseMlaTensors(
         q=q,
         kv_cache=kv_cache,
@@ -401,7 +392,7 @@ def sparse_mla_decode(
     options = SparseMlaOptions(
         lse_base=lse_base, lse_sink=lse_sink, batch_invariant=batch_invariant, backend=backend, enable_pdl=enable_pdl
     )
-    run_plain(
+    result: QueryT | OutT = run_call(
         SparseMlaDecodePlan, SPARSE_MLA_DECODE, tensors, options, workspace=workspace, stream=stream, runtime=runtime
     )
-    return out
+    return result

@@ -1,45 +1,89 @@
-"""Paged decode (GQA): the operator's declaration, a plan made once for shapes and options, and the plain function."""
+"""Paged decode (GQA): the operator's declaration, its rules and launches, its plan and its function."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ..dtypes import DTYPES
-from ..kernels.native.decode.shape import MAX_QUERIES
-from ..kernels.native.launches import NativeLaunch
-from ..launch.driver import DeviceFacts
-from ..launch.semaphore_workspace import AnyWorkspace
-from .backends import AUTO
-from .decode_call import (
-    DEALING_OPTIONS,
+from ...dtypes import DTYPES
+from ...errors import UsageError
+from ...kernels.native.decode.shape import MAX_QUERIES
+from ...kernels.native.launches import NativeLaunch
+from ...launch.driver import DeviceFacts
+from ...launch.semaphore_workspace import AnyWorkspace
+from ...values import dataclass
+from ..attention_operator import SCALES, AttentionCall, AttentionOperator, default_scale
+from ..backends import AUTO
+from ..checks import check_window
+from ..decode_rules import (
     GLOBAL_LENS,
-    KV_SCALE_TENSORS,
-    DecodeCall,
     DecodeOptions,
-    check_kv_scales,
     check_options,
     check_queries,
     check_shapes,
     check_token_strides,
     decode_tensors,
     problem_values,
-    scale_strides,
 )
-from .decode_op import torch_op
-from .decode_operator import SCALES, DecodeOperator, DecodePlan, default_scale, plan_decode, run_decode
-from .fast_path import operator_function
-from .operator import TensorArg
-from .paged_cache import Q_DTYPES, cache_arg, check_caches, check_table, strides_of, value_table_offset
-from .runtime import NativeRelease, Runtime
+from ..fast_path import operator_function
+from ..operator import Given, OutputForm, TensorArg, dtype_of, shape_of
+from ..paged_cache import (
+    E4M3,
+    KV_SCALE_TENSORS,
+    KV_SCALES,
+    Q_DTYPES,
+    cache_arg,
+    check_caches,
+    check_kv_scales,
+    check_table,
+    scale_strides,
+    strides_of,
+    value_table_offset,
+)
+from ..pipeline import plan_call, run_call, torch_op
+from ..runtime import NativeRelease, Runtime
+from ..step_plan import StepPlan
 
 if TYPE_CHECKING:
-    from ..kernels.native.decode.select import DecodeSelection
-    from ..protocols import DecodeBackend, DraftPosition, KvLayout, Stream
-    from ..tensor import OutT, QueryT, Scale, Tensor
+    from ...kernels.native.decode.select import DecodeSelection
+    from ...protocols import DecodeBackend, DraftPosition, KvLayout, Stream
+    from ...tensor import OutT, QueryT, Scale, Tensor
 
 
-def _check(call: DecodeCall) -> None:
+_DRAFT_POSITIONS = ("depth", "index")
+
+
+@dataclass(frozen=True, slots=True)
+class PagedDecodeOptions(DecodeOptions):
+    """The options of a paged decode; see ``paged_decode``."""
+
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+    kv_layout: str = "NHD"
+    window_left: int = -1
+    draft_position: str = "depth"
+
+    @property
+    def factors(self) -> tuple[float, float]:
+        """As ``AttentionOptions``; those of keys and values are parts of them."""
+        return self.softmax_scale * self.k_scale, self.output_scale * self.v_scale
+
+    @property
+    def drafts_by_index(self) -> bool:
+        """Return whether the window of a query token with a mask counts from its index, not from its depth."""
+        return self.draft_position == "index"
+
+    def bounded(self, max_seq_len: int) -> PagedDecodeOptions:
+        """As ``AttentionOptions``; a window wider than all keys hides nothing more."""
+        # Then a position less a window fits an int32.
+        window = min(self.window_left, self.keys_of_all_ranks(max_seq_len))
+        if (max_seq_len, window) == (self.max_seq_len, self.window_left):
+            return self
+        return replace(self, max_seq_len=max_seq_len, window_left=window)
+
+
+def _check(call: AttentionCall) -> None:
     tensors, k, v = call.tensors, call.tensors["k_cache"], call.tensors["v_cache"]
     check_queries(call, MAX_QUERIES)
     check_table(tensors["page_table"], call.batch, separate=True)
@@ -52,12 +96,19 @@ def _check(call: DecodeCall) -> None:
     tensors.check_memory()
     check_token_strides(call)
     check_options(call, page_size=page_size, kv_heads=kv_heads)
+    check_window("window_left", call.options.window_left)
+    if call.options.draft_position not in _DRAFT_POSITIONS:
+        raise UsageError(
+            f"draft_position={call.options.draft_position!r}: expected {' or '.join(map(repr, _DRAFT_POSITIONS))}"
+        )
 
 
-def _launches(call: DecodeCall, device: DeviceFacts, release: NativeRelease) -> Sequence[NativeLaunch[DecodeSelection]]:
+def _launches(
+    call: AttentionCall, device: DeviceFacts, release: NativeRelease
+) -> Sequence[NativeLaunch[DecodeSelection]]:
     # An import of the package is faster without what chooses kernels.
-    from ..kernels.native.decode.plan import CacheStrides, DecodeProblem, decode_launches
-    from ..kernels.native.decode.select import select_decode
+    from ...kernels.native.decode.plan import CacheStrides, DecodeProblem, decode_launches
+    from ...kernels.native.decode.select import select_decode
 
     k, v, options = call.tensors["k_cache"], call.tensors["v_cache"], call.options
     kv_heads, head_dim = k.shape[2:]
@@ -82,7 +133,12 @@ def _launches(call: DecodeCall, device: DeviceFacts, release: NativeRelease) -> 
     return decode_launches(select_decode(release.kernels, shape, device), problem, release.file_of)
 
 
-PAGED_DECODE = DecodeOperator(
+def _output(arguments: Given) -> OutputForm:
+    q = arguments["q"]
+    return OutputForm(q, shape_of(q, "q"), "bfloat16" if dtype_of(q, "q") == E4M3 else None)
+
+
+PAGED_DECODE = AttentionOperator(
     name="paged_decode",
     tensors=decode_tensors(
         TensorArg("q", Q_DTYPES, dtypes_by="k_cache", stride_bytes=4, rows=True),
@@ -94,20 +150,18 @@ PAGED_DECODE = DecodeOperator(
         GLOBAL_LENS,
         *KV_SCALE_TENSORS,
     ),
-    options=(
-        *("kv_layout", "max_q_len", "window_left", "draft_position", "batch_invariant", "backend", "enable_pdl"),
-        *DEALING_OPTIONS,
-    ),
+    options=PagedDecodeOptions,
+    scales=(*SCALES, *KV_SCALES),
     check=_check,
-    capacity=lambda call: call.tensors["page_table"].shape[-1] * call.tensors["k_cache"].shape[1],
     launches=_launches,
-    output=lambda q: (q.shape, "bfloat16" if q.dtype == "float8_e4m3fn" else None),
+    output=_output,
+    capacity=lambda call: call.tensors["page_table"].shape[-1] * call.tensors["k_cache"].shape[1],
     scale=default_scale,
     max_queries=MAX_QUERIES,
 )
 
 
-class PagedDecodePlan(DecodePlan):
+class PagedDecodePlan(StepPlan):
     """A plan made by ``plan_paged_decode``. It has one launch, or two for some ragged ``batch_invariant`` decodes."""
 
     @operator_function(scales=SCALES)
@@ -196,7 +250,7 @@ def plan_paged_decode(
     It is a ``DeviceFacts`` or a name such as ``"H200"``; with it, torch's meta and fake tensors are taken, too.
     """
     tensors = locals()
-    options = DecodeOptions(
+    options = PagedDecodeOptions(
         max_seq_len=max_seq_len,
         kv_layout=kv_layout,
         max_q_len=max_q_len,
@@ -209,7 +263,7 @@ def plan_paged_decode(
         cp_rank=cp_rank,
         cp_interleave=cp_interleave,
     )
-    return plan_decode(PagedDecodePlan, PAGED_DECODE, tensors, options, runtime=runtime, device_facts=device_facts)
+    return plan_call(PagedDecodePlan, PAGED_DECODE, tensors, options, runtime=runtime, device_facts=device_facts)
 
 
 @operator_function(scales=SCALES, any_size=True, op=lambda _: torch_op(PAGED_DECODE))
@@ -320,7 +374,7 @@ def paged_decode(
         DeviceError: the driver or the ABI gate rejects the launch.
     """
     tensors = locals()
-    options = DecodeOptions(
+    options = PagedDecodeOptions(
         max_seq_len=max_seq_len,
         kv_layout=kv_layout,
         max_q_len=max_q_len,
@@ -333,7 +387,7 @@ def paged_decode(
         cp_rank=cp_rank,
         cp_interleave=cp_interleave,
     )
-    result: QueryT | OutT = run_decode(
+    result: QueryT | OutT = run_call(
         PagedDecodePlan, PAGED_DECODE, tensors, options, workspace=workspace, stream=stream, runtime=runtime
     )
     return result

@@ -1,4 +1,4 @@
-"""Merging partial attention results: the operator's declaration, a plan made once for forms, and the plain function."""
+"""Merging partial attention results: the operator's declaration, its rules and launches, its plan and its function."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from ..dtypes import DTYPES
-from ..errors import UsageError
-from ..kernels.native.constants import CONSTANTS
-from ..kernels.native.launches import NativeLaunch
-from ..kernels.native.merge.plan import MergeProblem, merge_launch
-from ..kernels.native.merge.select import MergeSelection, MergeShape, select_merge
-from ..launch.driver import DeviceFacts
-from ..launch.semaphore_workspace import AnyWorkspace
-from ..tensor import TensorView, view_of
-from ..values import dataclass
-from .backends import AUTO
-from .checks import check_dtype, check_shape
-from .fast_path import operator_function
-from .operator import TensorArg
-from .plain_operator import PlainCall, PlainOperator, PlainPlan, plain_op, plan_plain, run_plain
-from .process import runtime_of
-from .runtime import NativeRelease, Runtime
+from ...dtypes import DTYPES
+from ...errors import UsageError
+from ...kernels.native.constants import CONSTANTS
+from ...kernels.native.launches import NativeLaunch
+from ...kernels.native.merge.plan import MergeProblem, merge_launch
+from ...kernels.native.merge.select import MergeSelection, MergeShape, select_merge
+from ...launch.driver import DeviceFacts
+from ...launch.semaphore_workspace import AnyWorkspace
+from ...tensor import TensorView
+from ...values import dataclass
+from ..backends import AUTO
+from ..checks import check_dtype, check_shape
+from ..fast_path import operator_function
+from ..operator import Call, Given, Operator, OutputForm, TensorArg, shape_of
+from ..pipeline import plan_call, run_call, torch_op
+from ..runtime import NativeRelease, Runtime
+from ..step_plan import StepPlan
 
 if TYPE_CHECKING:
-    from ..protocols import DecodeBackend, LseBase, Stream
-    from ..tensor import OutT, QueryT, Tensor
+    from ...protocols import DecodeBackend, LseBase, Stream
+    from ...tensor import OutT, QueryT, Tensor
 
 DTYPES_OF_V = ("bfloat16", "float16", "float32")
 LSE_BASES = ("2", "e")
@@ -42,7 +42,7 @@ class MergeTensors(TypedDict):
     s: Tensor
     v_other: Tensor | None
     s_other: Tensor | None
-    out: Tensor
+    out: Tensor | None
     lse: Tensor | None
     sinks: Tensor | None
     mask: Tensor | None
@@ -69,7 +69,7 @@ def _with_part(trailing: int) -> Any:
     return canonical
 
 
-def _check(call: PlainCall) -> None:
+def _check(call: Call) -> None:
     tensors, v = call.tensors, call.tensors["v"]
     if len(v.shape) != 4 or prod(v.shape) < 1:
         raise UsageError(
@@ -100,7 +100,7 @@ def _check(call: PlainCall) -> None:
     tensors.check_memory()
 
 
-def _launches(call: PlainCall, device: DeviceFacts, release: NativeRelease) -> Sequence[NativeLaunch[MergeSelection]]:
+def _launches(call: Call, device: DeviceFacts, release: NativeRelease) -> Sequence[NativeLaunch[MergeSelection]]:
     tensors, options, v = call.tensors, call.options, call.tensors["v"]
     shape = MergeShape(dtype=DTYPES[v.dtype].short, tokens=v.shape[0], heads=v.shape[2], head_dim=v.shape[3])
 
@@ -125,11 +125,19 @@ def _launches(call: PlainCall, device: DeviceFacts, release: NativeRelease) -> S
     return [merge_launch(selection, problem, release.file_of(selection.kernel))]
 
 
+def _output(arguments: Given) -> OutputForm:
+    v = arguments["v"]
+    shape = shape_of(v, "v")
+    if len(shape) not in (3, 4):
+        raise UsageError(f"v: shape {shape}, expected 3 or 4 dimensions")
+    return OutputForm(v, (shape[0], *shape[-2:]))
+
+
 def _values(name: str, **more: Any) -> TensorArg:
     return TensorArg(name, DTYPES_OF_V, alignment=16, stride_bytes=16, rows=True, **more)
 
 
-MERGE_STATES = PlainOperator(
+MERGE_STATES = Operator(
     name="merge_states",
     tensors=(
         _values("v", canonical=_with_part(2)),
@@ -142,13 +150,13 @@ MERGE_STATES = PlainOperator(
         TensorArg("mask", ("bool", "uint8"), optional=True, alignment=1, contiguous=True),
     ),
     options=MergeOptions,
-    scales=(),
     check=_check,
     launches=_launches,
+    output=_output,
 )
 
 
-class MergeStatesPlan(PlainPlan):
+class MergeStatesPlan(StepPlan):
     """A merge for tensors of one set of shapes, strides and dtypes; made by ``plan_merge_states``."""
 
     @operator_function()
@@ -201,18 +209,10 @@ def plan_merge_states(
     """
     tensors = MergeTensors(v=v, s=s, v_other=v_other, s_other=s_other, out=out, lse=lse, sinks=sinks, mask=mask)
     options = MergeOptions(lse_base=lse_base, backend=backend, enable_pdl=enable_pdl)
-    return plan_plain(MergeStatesPlan, MERGE_STATES, tensors, options, runtime=runtime, device_facts=device_facts)
+    return plan_call(MergeStatesPlan, MERGE_STATES, tensors, options, runtime=runtime, device_facts=device_facts)
 
 
-def _complete(arguments: dict[str, Any]) -> Any:
-    """Make the output that a call leaves out: among a call's arguments by name."""
-    if arguments["out"] is None:
-        v = arguments["v"]
-        arguments["out"] = v.new_empty((v.shape[0], *v.shape[-2:]))
-    return arguments["out"]
-
-
-@operator_function(op=lambda _: plain_op(MERGE_STATES, _complete))
+@operator_function(op=lambda _: torch_op(MERGE_STATES))
 def merge_states(
     v: QueryT,
     s: Tensor,
@@ -259,12 +259,9 @@ def merge_states(
     Raises:
         as ``append_kv``.
     """
-    if out is None:
-        memory, view = runtime_of(runtime).memory, view_of(v, "v")
-        if len(view.shape) not in (3, 4):
-            raise UsageError(f"v: shape {view.shape}, expected 3 or 4 dimensions")
-        out = memory.empty(v, (view.shape[0], *view.shape[-2:]), None)
     tensors = MergeTensors(v=v, s=s, v_other=v_other, s_other=s_other, out=out, lse=lse, sinks=sinks, mask=mask)
     options = MergeOptions(lse_base=lse_base, backend=backend, enable_pdl=enable_pdl)
-    run_plain(MergeStatesPlan, MERGE_STATES, tensors, options, workspace=workspace, stream=stream, runtime=runtime)
-    return out
+    result: QueryT | OutT = run_call(
+        MergeStatesPlan, MERGE_STATES, tensors, options, workspace=workspace, stream=stream, runtime=runtime
+    )
+    return result

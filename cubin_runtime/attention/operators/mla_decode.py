@@ -1,23 +1,21 @@
-"""MLA decode: the operator's declaration, a plan made once for shapes and options, and the plain function."""
+"""MLA decode: the operator's declaration, its rules and launches, its plan and its function."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypedDict
 
-from ..dtypes import DTYPES
-from ..errors import UsageError
-from ..kernels.native.launches import NativeLaunch
-from ..kernels.native.mla.plan import MlaProblem, mla_launch
-from ..kernels.native.mla.select import MAX_QUERIES, MlaSelection, select_mla_decode
-from ..launch.driver import DeviceFacts
-from ..launch.semaphore_workspace import AnyWorkspace
-from ..tensor import TensorView
-from .backends import AUTO
-from .decode_call import (
-    DEALING_OPTIONS,
+from ...dtypes import DTYPES
+from ...errors import UsageError
+from ...kernels.native.launches import NativeLaunch
+from ...kernels.native.mla.plan import MlaProblem, mla_launch
+from ...kernels.native.mla.select import MAX_QUERIES, MlaSelection, select_mla_decode
+from ...launch.driver import DeviceFacts
+from ...launch.semaphore_workspace import AnyWorkspace
+from ..attention_operator import SCALES, AttentionCall, AttentionOperator
+from ..backends import AUTO
+from ..decode_rules import (
     GLOBAL_LENS,
-    DecodeCall,
     DecodeOptions,
     check_options,
     check_queries,
@@ -26,20 +24,20 @@ from .decode_call import (
     decode_tensors,
     problem_values,
 )
-from .decode_op import torch_op
-from .decode_operator import SCALES, DecodeOperator, DecodePlan, plan_decode, run_decode
-from .fast_path import operator_function
-from .latent_cache import KV_CACHE, OUT_DTYPES, Q_DTYPES, ROPE, check_cache
-from .operator import TensorArg
-from .paged_cache import check_table
-from .runtime import NativeRelease, Runtime
+from ..fast_path import operator_function
+from ..latent_cache import KV_CACHE, OUT_DTYPES, Q_DTYPES, ROPE, check_cache
+from ..operator import Given, OutputForm, TensorArg, shape_of
+from ..paged_cache import check_table
+from ..pipeline import plan_call, run_call, torch_op
+from ..runtime import NativeRelease, Runtime
+from ..step_plan import StepPlan
 
 if TYPE_CHECKING:
-    from ..protocols import DecodeBackend, Stream
-    from ..tensor import OutT, QueryT, Scale, Tensor
+    from ...protocols import DecodeBackend, Stream
+    from ...tensor import OutT, QueryT, Scale, Tensor
 
 
-def _check(call: DecodeCall) -> None:
+def _check(call: AttentionCall) -> None:
     tensors = call.tensors
     check_queries(call, MAX_QUERIES)
     check_cache(call.q, tensors["kv_cache"])
@@ -53,7 +51,7 @@ def _check(call: DecodeCall) -> None:
     check_options(call, page_size=page_size, kv_heads=1)
 
 
-def _launches(call: DecodeCall, device: DeviceFacts, release: NativeRelease) -> Sequence[NativeLaunch[MlaSelection]]:
+def _launches(call: AttentionCall, device: DeviceFacts, release: NativeRelease) -> Sequence[NativeLaunch[MlaSelection]]:
     cache, options = call.tensors["kv_cache"], call.options
     pages, page_size, _, width = cache.shape
     problem = MlaProblem(
@@ -73,17 +71,19 @@ def _launches(call: DecodeCall, device: DeviceFacts, release: NativeRelease) -> 
     return [mla_launch(selection, problem, release.file_of(selection.kernel))]
 
 
-def _output(q: TensorView) -> tuple[tuple[int, ...], str]:
-    if len(q.shape) < 3 or q.shape[-1] <= ROPE:
-        raise UsageError(f"q: shape {q.shape}, expected [batch, heads, latent + {ROPE}]")
-    return (*q.shape[:-1], q.shape[-1] - ROPE), "bfloat16"
+def _output(arguments: Given) -> OutputForm:
+    q = arguments["q"]
+    shape = shape_of(q, "q")
+    if len(shape) < 3 or shape[-1] <= ROPE:
+        raise UsageError(f"q: shape {shape}, expected [batch, heads, latent + {ROPE}]")
+    return OutputForm(q, (*shape[:-1], shape[-1] - ROPE), "bfloat16")
 
 
 def _no_default(_: tuple[int, ...]) -> float:
     raise UsageError("softmax_scale: None, expected a number or a float32 CUDA tensor of one element")
 
 
-MLA_DECODE = DecodeOperator(
+MLA_DECODE = AttentionOperator(
     name="mla_decode",
     # Rows of queries and outputs are moved in pieces of 16 bytes.
     tensors=decode_tensors(
@@ -92,11 +92,11 @@ MLA_DECODE = DecodeOperator(
         TensorArg("out", OUT_DTYPES, alignment=16, stride_bytes=16, rows=True, written=True),
         GLOBAL_LENS,
     ),
-    options=("max_q_len", "batch_invariant", "backend", "enable_pdl", *DEALING_OPTIONS),
+    options=DecodeOptions,
     check=_check,
-    capacity=lambda call: call.tensors["page_table"].shape[1] * call.tensors["kv_cache"].shape[1],
     launches=_launches,
     output=_output,
+    capacity=lambda call: call.tensors["page_table"].shape[1] * call.tensors["kv_cache"].shape[1],
     scale=_no_default,
     max_queries=MAX_QUERIES,
 )
@@ -119,7 +119,7 @@ class MlaTensors(TypedDict):
     global_seq_lens: Tensor | None
 
 
-class MlaDecodePlan(DecodePlan):
+class MlaDecodePlan(StepPlan):
     """A plan made by ``plan_mla_decode``."""
 
     @property
@@ -230,7 +230,7 @@ def plan_mla_decode(
         cp_rank=cp_rank,
         cp_interleave=cp_interleave,
     )
-    return plan_decode(MlaDecodePlan, MLA_DECODE, tensors, options, runtime=runtime, device_facts=device_facts)
+    return plan_call(MlaDecodePlan, MLA_DECODE, tensors, options, runtime=runtime, device_facts=device_facts)
 
 
 @operator_function(scales=SCALES, any_size=True, op=lambda _: torch_op(MLA_DECODE))
@@ -339,7 +339,7 @@ def mla_decode(
         cp_rank=cp_rank,
         cp_interleave=cp_interleave,
     )
-    result: QueryT | OutT = run_decode(
+    result: QueryT | OutT = run_call(
         MlaDecodePlan, MLA_DECODE, tensors, options, workspace=workspace, stream=stream, runtime=runtime
     )
     return result

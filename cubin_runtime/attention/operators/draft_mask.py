@@ -11,27 +11,27 @@ from collections.abc import Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from ..errors import UsageError
-from ..kernels.native.decode.shape import MAX_QUERIES
-from ..kernels.native.draft_mask.plan import DraftMaskProblem, draft_mask_launch
-from ..kernels.native.draft_mask.select import DraftMaskSelection, DraftMaskShape, select_draft_mask
-from ..kernels.native.launches import NativeLaunch
-from ..launch.driver import DeviceFacts
-from ..launch.semaphore_workspace import AnyWorkspace
-from ..values import dataclass
-from .backends import AUTO
-from .checks import check_shape, integer
-from .decode_call import LENGTHS, MASK_BITS, MASK_ELEMENTS, mask_words, token_stride
-from .fast_path import operator_function
-from .host_draft_masks import is_on_host, pack_on_host
-from .operator import TensorArg
-from .plain_operator import PlainCall, PlainOperator, PlainPlan, plain_op, plan_plain, run_plain
-from .process import default_runtime
-from .runtime import NativeRelease, Runtime
+from ...errors import UsageError
+from ...kernels.native.decode.shape import MAX_QUERIES
+from ...kernels.native.draft_mask.plan import DraftMaskProblem, draft_mask_launch
+from ...kernels.native.draft_mask.select import DraftMaskSelection, DraftMaskShape, select_draft_mask
+from ...kernels.native.launches import NativeLaunch
+from ...launch.driver import DeviceFacts
+from ...launch.semaphore_workspace import AnyWorkspace
+from ...values import dataclass
+from ..backends import AUTO
+from ..checks import check_shape, integer, token_stride
+from ..decode_rules import MASK_BITS, MASK_ELEMENTS, mask_words
+from ..fast_path import operator_function
+from ..host_draft_masks import is_on_host, pack_on_host
+from ..operator import LENGTHS, Call, Given, Operator, OutputForm, TensorArg, shape_of
+from ..pipeline import plan_call, run_call, torch_op
+from ..runtime import NativeRelease, Runtime
+from ..step_plan import StepPlan
 
 if TYPE_CHECKING:
-    from ..protocols import DecodeBackend, Stream
-    from ..tensor import Tensor
+    from ...protocols import DecodeBackend, Stream
+    from ...tensor import Tensor
 
 _DTYPE = "uint16"
 
@@ -39,7 +39,7 @@ _DTYPE = "uint16"
 class DraftMaskTensors(TypedDict):
     """The tensors of a packing by name, as ``DRAFT_MASK`` declares them."""
 
-    out: Tensor
+    out: Tensor | None
     parents: Tensor | None
     allowed: Tensor | None
     q_cu_seq_lens: Tensor | None
@@ -53,7 +53,7 @@ class DraftMaskOptions:
     enable_pdl: bool = False
 
 
-def _bound(call: PlainCall) -> tuple[int, int]:
+def _bound(call: Call) -> tuple[int, int]:
     """The bound on the query tokens of a request, and the words of a token's mask."""
     tensors, out = call.tensors, call.tensors["out"]
     elements, ragged = MASK_ELEMENTS[out.dtype], tensors.get("q_cu_seq_lens") is not None
@@ -78,7 +78,7 @@ def _bound(call: PlainCall) -> tuple[int, int]:
     return min(words * MASK_BITS, columns), words
 
 
-def _check(call: PlainCall) -> None:
+def _check(call: Call) -> None:
     tensors, out = call.tensors, call.tensors["out"]
     parents, allowed, sums = tensors.get("parents"), tensors.get("allowed"), tensors.get("q_cu_seq_lens")
     if parents is not None and allowed is not None:
@@ -96,9 +96,7 @@ def _check(call: PlainCall) -> None:
             token_stride(name, view, trailing)
 
 
-def _launches(
-    call: PlainCall, device: DeviceFacts, release: NativeRelease
-) -> Sequence[NativeLaunch[DraftMaskSelection]]:
+def _launches(call: Call, device: DeviceFacts, release: NativeRelease) -> Sequence[NativeLaunch[DraftMaskSelection]]:
     tensors, out = call.tensors, call.tensors["out"]
     parents, allowed, sums = tensors.get("parents"), tensors.get("allowed"), tensors.get("q_cu_seq_lens")
     q_len, words = _bound(call)
@@ -115,7 +113,31 @@ def _launches(
     return [draft_mask_launch(selection, problem, release.file_of(selection.kernel))]
 
 
-DRAFT_MASK = PlainOperator(
+def _output(arguments: Given) -> OutputForm:
+    """Masks of ``_DTYPE`` for the tree of a call.
+
+    Raises:
+        UsageError: there is no tree, or its shape or the bound does not say the output's.
+    """
+    source = "allowed" if arguments["parents"] is None else "parents"
+    tree, ragged, bound = arguments[source], arguments["q_cu_seq_lens"] is not None, arguments["max_q_len"]
+    if tree is None:
+        raise UsageError("out: None without parents and allowed, expected a tensor")
+    shape = shape_of(tree, source)
+    tokens = shape[:-1] if source == "allowed" else shape
+    if len(tokens) != (1 if ragged else 2):
+        form = "[tokens, ...] with" if ragged else "[batch, q_len, ...] without"
+        raise UsageError(f"{source}: shape {shape}, expected {form} q_cu_seq_lens")
+    if not ragged or source == "allowed":
+        bound = shape[-1]
+    if bound is None:
+        raise UsageError("max_q_len: None with q_cu_seq_lens and without out, expected the bound")
+    if not 1 <= integer("max_q_len", bound) <= MAX_QUERIES:
+        raise UsageError(f"max_q_len={bound}: expected 1 to {MAX_QUERIES} query tokens per request")
+    return OutputForm(tree, (*tokens, mask_words(bound) * MASK_ELEMENTS[_DTYPE]), _DTYPE)
+
+
+DRAFT_MASK = Operator(
     name="draft_mask",
     tensors=(
         TensorArg("out", tuple(MASK_ELEMENTS), contiguous=True, written=True),
@@ -124,14 +146,14 @@ DRAFT_MASK = PlainOperator(
         TensorArg("q_cu_seq_lens", LENGTHS, optional=True, contiguous=True),
     ),
     options=DraftMaskOptions,
-    scales=(),
     check=_check,
     launches=_launches,
+    output=_output,
     op_options={"max_q_len": "SymInt?"},
 )
 
 
-class DraftMaskPlan(PlainPlan):
+class DraftMaskPlan(StepPlan):
     """A packing for tensors of one set of shapes, strides and dtypes; made by ``plan_draft_mask``.
 
     ``check`` reports tokens whose parent does not come before them.
@@ -173,42 +195,10 @@ def plan_draft_mask(
     """
     tensors = DraftMaskTensors(out=out, parents=parents, allowed=allowed, q_cu_seq_lens=q_cu_seq_lens)
     options = DraftMaskOptions(backend=backend, enable_pdl=enable_pdl)
-    return plan_plain(DraftMaskPlan, DRAFT_MASK, tensors, options, runtime=runtime, device_facts=device_facts)
+    return plan_call(DraftMaskPlan, DRAFT_MASK, tensors, options, runtime=runtime, device_facts=device_facts)
 
 
-def _output_shape(parents: Any, allowed: Any, q_cu_seq_lens: Any, max_q_len: Any) -> tuple[Any, tuple[int, ...]]:
-    """The tree among a call's arguments, and the shape of an output of ``_DTYPE`` for it.
-
-    Raises:
-        UsageError: there is no tree, or its shape or the bound does not say the output's.
-    """
-    source, tree = ("allowed", allowed) if parents is None else ("parents", parents)
-    if tree is None:
-        raise UsageError("out: None without parents and allowed, expected a tensor")
-    shape, ragged = tuple(getattr(tree, "shape", ())), q_cu_seq_lens is not None
-    tokens = shape[:-1] if source == "allowed" else shape
-    if len(tokens) != (1 if ragged else 2):
-        form = "[tokens, ...] with" if ragged else "[batch, q_len, ...] without"
-        raise UsageError(f"{source}: shape {shape}, expected {form} q_cu_seq_lens")
-    bound = max_q_len if ragged and source == "parents" else shape[-1]
-    if bound is None:
-        raise UsageError("max_q_len: None with q_cu_seq_lens and without out, expected the bound")
-    if not 1 <= integer("max_q_len", bound) <= MAX_QUERIES:
-        raise UsageError(f"max_q_len={bound}: expected 1 to {MAX_QUERIES} query tokens per request")
-    return tree, (*tokens, mask_words(bound) * MASK_ELEMENTS[_DTYPE])
-
-
-def _complete(arguments: dict[str, Any]) -> Any:
-    """Make the output that a call leaves out: among a call's arguments by name."""
-    if arguments["out"] is None:
-        import torch
-
-        tree, shape = _output_shape(*(arguments[name] for name in ("parents", "allowed", "q_cu_seq_lens", "max_q_len")))
-        arguments["out"] = torch.empty(shape, dtype=getattr(torch, _DTYPE), device=tree.device)
-    return arguments["out"]
-
-
-@operator_function(op=lambda _: plain_op(DRAFT_MASK, _complete))
+@operator_function(op=lambda _: torch_op(DRAFT_MASK))
 def draft_mask(
     *,
     parents: Any = None,
@@ -254,10 +244,7 @@ def draft_mask(
             if tensor is not None:
                 raise UsageError(f"{name}: given with a tree on the host, expected None")
         return pack_on_host(parents, allowed, max_q_len)
-    if out is None:
-        tree, shape = _output_shape(parents, allowed, q_cu_seq_lens, max_q_len)
-        out = (runtime or default_runtime()).memory.empty(tree, shape, _DTYPE)
     tensors = DraftMaskTensors(out=out, parents=parents, allowed=allowed, q_cu_seq_lens=q_cu_seq_lens)
+    arguments = {**tensors, "max_q_len": max_q_len}  # which the form of an output follows from
     options = DraftMaskOptions(backend=backend, enable_pdl=enable_pdl)
-    run_plain(DraftMaskPlan, DRAFT_MASK, tensors, options, workspace=workspace, stream=stream, runtime=runtime)
-    return out
+    return run_call(DraftMaskPlan, DRAFT_MASK, arguments, options, workspace=workspace, stream=stream, runtime=runtime)

@@ -1,4 +1,4 @@
-"""KV append: the declaration of its tensors, the rules between them, and its launches."""
+"""KV append: the operator's declaration, its rules and launches, its plan and its function."""
 
 from __future__ import annotations
 
@@ -8,29 +8,31 @@ from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from ..dtypes import DTYPES, ITEM_BYTES
-from ..errors import UsageError
-from ..kernels.native.append.plan import UNIT_BYTES, AppendProblem, AppendStrides, append_launch
-from ..kernels.native.append.select import AppendSelection, AppendShape, select_append
-from ..kernels.native.constants import CONSTANTS
-from ..kernels.native.launches import NativeLaunch
-from ..launch.driver import DeviceFacts
-from ..tensor import TensorView
-from ..values import dataclass
-from .backends import AUTO
-from .checks import check_shape
-from .decode_call import KV_SCALE_TENSORS, KV_SCALES, LENGTHS, scale_strides, token_stride
-from .operator import TensorArg
-from .paged_cache import Q_DTYPES, cache_view
-from .plain_operator import PlainCall, PlainOperator
-from .runtime import NativeRelease
+from ...dtypes import DTYPES, ITEM_BYTES
+from ...errors import UsageError
+from ...kernels.native.append.plan import UNIT_BYTES, AppendProblem, AppendStrides, append_launch
+from ...kernels.native.append.select import AppendSelection, AppendShape, select_append
+from ...kernels.native.constants import CONSTANTS
+from ...kernels.native.launches import NativeLaunch
+from ...launch.driver import DeviceFacts
+from ...launch.semaphore_workspace import AnyWorkspace
+from ...tensor import TensorView
+from ...values import dataclass
+from ..backends import AUTO
+from ..checks import check_shape, token_stride
+from ..fast_path import operator_function
+from ..operator import LENGTHS, Call, Operator, TensorArg
+from ..paged_cache import KV_SCALE_TENSORS, KV_SCALES, Q_DTYPES, cache_view, scale_strides
+from ..pipeline import plan_call, run_call, torch_op
+from ..runtime import NativeRelease, Runtime
+from ..step_plan import StepPlan
 
 if TYPE_CHECKING:
-    from ..tensor import Scale, Tensor
+    from ...protocols import DecodeBackend, KvLayout, Stream
+    from ...tensor import Scale, Tensor
 
 HEAD_DIM_STEP, MAX_HEAD_DIM = 16, 1024
 _MOST_TOKENS = 1 << 30  # the number of a token behind them, where a CTA's next chunk would begin, fits an int32
-SCALES = KV_SCALES
 
 
 class AppendTensors(TypedDict):
@@ -90,7 +92,7 @@ def _cache_arg(name: str, **dtypes: Any) -> TensorArg:
     )
 
 
-def _check(call: PlainCall) -> None:
+def _check(call: Call) -> None:
     tensors, options = call.tensors, call.options
     key, value, k, v = (tensors[name] for name in ("key", "value", "k_cache", "v_cache"))
     tensors.check_dtypes()
@@ -105,7 +107,7 @@ def _check(call: PlainCall) -> None:
     _check_whose(call)
     if key.dtype != value.dtype:
         raise UsageError(f"value: dtype {value.dtype}, expected {key.dtype}, like key")
-    for name in SCALES:
+    for name in KV_SCALES:
         if key.dtype == k.dtype and (getattr(options, name) is not None or tensors.get(name) is not None):
             raise UsageError(
                 f"{name}: given with {key.dtype} keys and {k.dtype} caches, which are copied; expected None"
@@ -139,7 +141,7 @@ def _check_caches(key: TensorView, value: TensorView, k: TensorView, v: TensorVi
         )
 
 
-def _check_whose(call: PlainCall) -> None:
+def _check_whose(call: Call) -> None:
     """Check what says where the tokens belong: lengths with or without offsets, or positions."""
     tensors, key = call.tensors, call.tensors["key"]
     lengths, offsets = tensors.get("seq_lens"), tensors.get("cum_seq_lens")
@@ -176,7 +178,7 @@ def _given(view: TensorView | None) -> str:
     return "None" if view is None else "given"
 
 
-def _batch(call: PlainCall) -> int:
+def _batch(call: Call) -> int:
     """Requests: of the first tensor that says how many."""
     tensors, key = call.tensors, call.tensors["key"]
     bounds, lengths = tensors.get("page_indptr"), tensors.get("seq_lens")
@@ -198,7 +200,7 @@ def _strides(source: TensorView, name: str, cache: TensorView) -> AppendStrides:
     return AppendStrides(token_stride(name, source, 2) * own, source.strides[-2] * own, page, token, head)
 
 
-def _launches(call: PlainCall, device: DeviceFacts, release: NativeRelease) -> Sequence[NativeLaunch[AppendSelection]]:
+def _launches(call: Call, device: DeviceFacts, release: NativeRelease) -> Sequence[NativeLaunch[AppendSelection]]:
     tensors, options = call.tensors, call.options
     key, k, v, table = tensors["key"], tensors["k_cache"], tensors["v_cache"], tensors["page_table"]
     tokens = prod(key.shape[:-2])
@@ -227,7 +229,7 @@ def _launches(call: PlainCall, device: DeviceFacts, release: NativeRelease) -> S
     return [append_launch(selection, problem, release.file_of(selection.kernel))]
 
 
-APPEND_KV = PlainOperator(
+APPEND_KV = Operator(
     name="append_kv",
     tensors=(
         TensorArg("key", Q_DTYPES, "k_cache", alignment=16, stride_bytes=16, rows=True, canonical=_source),
@@ -243,7 +245,188 @@ APPEND_KV = PlainOperator(
         *(replace(arg, value=f"{arg.name}_device") for arg in KV_SCALE_TENSORS),
     ),
     options=AppendOptions,
-    scales=SCALES,
+    scales=KV_SCALES,
     check=_check,
     launches=_launches,
 )
+
+
+class AppendKvPlan(StepPlan):
+    """A KV append for tensors of one set of shapes, strides and dtypes; made by ``plan_append_kv``."""
+
+    @operator_function(scales=KV_SCALES)
+    def run(
+        self,
+        key: Tensor,
+        value: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        page_table: Tensor,
+        seq_lens: Tensor | None = None,
+        *,
+        cum_seq_lens: Tensor | None = None,
+        positions: Tensor | None = None,
+        batch_indices: Tensor | None = None,
+        page_indptr: Tensor | None = None,
+        k_scale: Scale | None = None,
+        v_scale: Scale | None = None,
+        workspace: AnyWorkspace | None = None,
+        stream: Stream | None = None,
+    ) -> None:
+        """Run on tensors with the planned shapes, strides and dtypes; see ``append_kv``.
+
+        Pass exactly the optional tensors that the plan was made with. A scale that was planned as a number may be
+        another number, or None for the plan's. Errors are those of ``append_kv``.
+        """
+        self.run_step(
+            AppendTensors(
+                key=key,
+                value=value,
+                k_cache=k_cache,
+                v_cache=v_cache,
+                page_table=page_table,
+                seq_lens=seq_lens,
+                cum_seq_lens=cum_seq_lens,
+                positions=positions,
+                batch_indices=batch_indices,
+                page_indptr=page_indptr,
+                k_scale=k_scale,
+                v_scale=v_scale,
+            ),
+            workspace,
+            stream,
+        )
+
+
+def plan_append_kv(
+    key: Tensor,
+    value: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor | None = None,
+    *,
+    cum_seq_lens: Tensor | None = None,
+    positions: Tensor | None = None,
+    batch_indices: Tensor | None = None,
+    page_indptr: Tensor | None = None,
+    lengths_include_new: bool = True,
+    k_scale: Scale | None = None,
+    v_scale: Scale | None = None,
+    kv_layout: KvLayout = "NHD",
+    backend: DecodeBackend = AUTO,
+    enable_pdl: bool = False,
+    runtime: Runtime | None = None,
+    device_facts: DeviceFacts | str | None = None,
+) -> AppendKvPlan:
+    """Choose the kernel and the grid for tensors like these. Arguments and errors are those of ``append_kv``.
+
+    Planning launches and loads nothing and reads no tensor. ``device_facts`` plans for a described device instead of
+    the one that ``key`` is on.
+    It is a ``DeviceFacts`` or a name such as ``"H200"``; with it, torch's meta and fake tensors are taken, too.
+    """
+    tensors = AppendTensors(
+        key=key,
+        value=value,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        page_table=page_table,
+        seq_lens=seq_lens,
+        cum_seq_lens=cum_seq_lens,
+        positions=positions,
+        batch_indices=batch_indices,
+        page_indptr=page_indptr,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
+    options = AppendOptions(
+        kv_layout=kv_layout, lengths_include_new=lengths_include_new, backend=backend, enable_pdl=enable_pdl
+    )
+    return plan_call(AppendKvPlan, APPEND_KV, tensors, options, runtime=runtime, device_facts=device_facts)
+
+
+@operator_function(scales=KV_SCALES, any_size=True, op=lambda _: torch_op(APPEND_KV))
+def append_kv(
+    key: Tensor,
+    value: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor | None = None,
+    *,
+    cum_seq_lens: Tensor | None = None,
+    positions: Tensor | None = None,
+    batch_indices: Tensor | None = None,
+    page_indptr: Tensor | None = None,
+    lengths_include_new: bool = True,
+    k_scale: Scale | None = None,
+    v_scale: Scale | None = None,
+    kv_layout: KvLayout = "NHD",
+    workspace: AnyWorkspace | None = None,
+    stream: Stream | None = None,
+    backend: DecodeBackend = AUTO,
+    enable_pdl: bool = False,
+    runtime: Runtime | None = None,
+) -> None:
+    """Write the keys and values of new tokens into a paged KV cache.
+
+    Either lengths determine where a token is written (the new tokens of a request are the last ones of ``seq_lens``, in
+    order), or ``positions`` and ``batch_indices`` state it for each token. Tokens after the last offset, before their
+    request's first position, or with a negative position or request are padding and are skipped. A token whose page is
+    not in the table or the pool is also skipped, and ``plan.check`` reports it. Nothing else is written.
+
+    Args:
+        key: ``[tokens, kv_heads, head_dim]`` with ``cum_seq_lens`` or ``positions``, else ``[batch, new tokens,
+            kv_heads, head_dim]``. Like the caches, or bfloat16 or float16 to be quantised into float8_e4m3fn ones. One
+            stride between all tokens; addresses and strides in multiples of 16 bytes. ``[tokens, head_dim]``: one head.
+        value: like ``key``, with the head_dim of ``v_cache``.
+        k_cache: bfloat16, float16 or float8_e4m3fn ``[pages, page_size, kv_heads, head_dim]`` (NHD) or ``[pages,
+            kv_heads, page_size, head_dim]`` (HND), of any page size; ``[pages, page_size, head_dim]`` has one head.
+            head_dim is a multiple of 16 from 32 to 1024. Strides in multiples of 16 bytes, so K and V may be views of
+            one tensor, such as the latent and the rope columns of an MLA cache.
+        v_cache: like ``k_cache``; its head_dim may differ.
+        page_table: int32 ``[batch, columns]``, the pages of each request in order; with ``page_indptr`` the page ids of
+            all requests, one after another.
+        seq_lens: int32 or uint32 ``[batch]``, number of keys of each request, by default including the new ones.
+        cum_seq_lens: int32 or uint32 ``[batch + 1]``: prefix sums of the numbers of new tokens. A request may have no
+            new token; tokens of ``key`` after the last sum are padding.
+        positions, batch_indices: int32 or uint32 ``[tokens]``: the position of each token among its request's keys and
+            the request, in the place of ``seq_lens``; in any order.
+        page_indptr: int32 or uint32 ``[batch + 1]``: where the page ids of each request begin.
+        lengths_include_new: False: ``seq_lens`` are the lengths before the append.
+        k_scale, v_scale: what keys and values are divided by where they are quantised (they are multiplied by the
+            float32 reciprocal; e4m3 saturates at 448): numbers other than 0, or float32 tensors on the device of one
+            element, ``[kv_heads]`` or ``[batch, kv_heads]`` with any strides, 0 too; None: 1.
+        kv_layout: "NHD" or "HND".
+        workspace: scratch memory that belongs to ``stream``. None: the one that the cached plan keeps for this stream.
+        stream: an int handle, an object with ``__cuda_stream__``, a torch stream, or None: torch's current stream
+            where ``key`` is a torch tensor, else the legacy default stream.
+        backend: "auto" (a backend that was measured on this compute capability) or the name of a backend.
+        enable_pdl: launch with programmatic dependent launch (stream serialization).
+        runtime: the runtime to use. None: the process's default runtime.
+
+    Raises:
+        UsageError: an argument is invalid.
+        BackendError: no backend supports the call on this device.
+        WorkspaceError: the workspace is too small, or the stream is capturing and has no workspace yet.
+        MissingError, SourceError, CorruptError: the kernel is not available.
+        DeviceError: the driver or the ABI gate rejects the launch.
+    """
+    tensors = AppendTensors(
+        key=key,
+        value=value,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        page_table=page_table,
+        seq_lens=seq_lens,
+        cum_seq_lens=cum_seq_lens,
+        positions=positions,
+        batch_indices=batch_indices,
+        page_indptr=page_indptr,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
+    options = AppendOptions(
+        kv_layout=kv_layout, lengths_include_new=lengths_include_new, backend=backend, enable_pdl=enable_pdl
+    )
+    run_call(AppendKvPlan, APPEND_KV, tensors, options, workspace=workspace, stream=stream, runtime=runtime)

@@ -1,0 +1,224 @@
+"""Operators that attend to keys: a call has a bound on them, scales of scores and output, and query tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from math import isfinite, prod, sqrt
+from typing import Any
+
+from ..errors import UsageError
+from ..kernels.native.problem import LOG2_E, NUMBERS
+from ..launch.streams import stream_handle
+from ..tensor import TensorView, view_of
+from ..values import dataclass
+from .backends import AUTO
+from .checks import check_dtype, integer
+from .operator import LENGTHS, CallTensors, Given, Operator, TensorArg
+from .paged_cache import KV_SCALES
+from .plan_cache import shared_bounds
+from .runtime import Runtime
+
+SCALES = ("softmax_scale", "output_scale")
+SCALE_TENSORS = tuple(
+    TensorArg(name, ("float32",), optional=True, scalar=True, value=f"{name}_device") for name in SCALES
+)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionOptions:
+    """The options that all attention has. A scale on the device is 1 here.
+
+    ``max_q_len`` is given where requests have query tokens of different number, and only there.
+    """
+
+    max_seq_len: int
+    softmax_scale: float = 1.0
+    output_scale: float = 1.0
+    max_q_len: int | None = None
+    batch_invariant: bool = False
+    backend: str = AUTO
+    enable_pdl: bool | None = False
+
+    @property
+    def factors(self) -> tuple[float, float]:
+        """The factors of scores and output."""
+        return self.softmax_scale, self.output_scale
+
+    def bounded(self, max_seq_len: int) -> AttentionOptions:
+        """The same with another bound, by which a plan of calls with these options may be made."""
+        return self if max_seq_len == self.max_seq_len else replace(self, max_seq_len=max_seq_len)
+
+
+class AttentionCall:
+    """The tensors and options of one call, and what follows from them; immutable.
+
+    ``ragged``: its requests have query tokens of different number.
+    """
+
+    __slots__ = ("options", "q", "ragged", "tensors")
+
+    def __init__(self, tensors: CallTensors, options: Any) -> None:
+        self.tensors, self.options = tensors, options
+        self.q: TensorView = tensors["q"]
+        self.ragged = tensors.get("q_cu_seq_lens") is not None
+
+    @property
+    def batch(self) -> int:
+        """Requests."""
+        return self.tensors["q_cu_seq_lens"].shape[0] - 1 if self.ragged else self.q.shape[0]
+
+    @property
+    def tokens(self) -> int:
+        """Query tokens of all requests."""
+        return prod(self.q.shape[:-2])
+
+    @property
+    def own_q_len(self) -> int | None:
+        """Query tokens of each request; None where they differ."""
+        if self.ragged:
+            return None
+        shape = self.q.shape
+        return shape[1] if len(shape) == 4 else 1
+
+    @property
+    def q_len(self) -> int:
+        """Query tokens of each request, or their bound."""
+        return self.own_q_len or self.options.max_q_len or 1
+
+    @property
+    def q_heads(self) -> int:
+        """Query heads."""
+        return self.q.shape[-2]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionOperator(Operator):
+    """An operator that attends to keys; its options are ``AttentionOptions``.
+
+    ``capacity`` is the most keys that a request can have. ``scale`` is the default softmax scale for the shape of q.
+    ``max_queries`` are the most query tokens of a request; None: any number, and their bound is never read back.
+    """
+
+    scales: tuple[str, ...] = SCALES
+    takes_zero: bool = True
+    capacity: Callable[[AttentionCall], int]
+    scale: Callable[[tuple[int, ...]], float]
+    max_queries: int | None = None
+
+    @property
+    def numbers(self) -> tuple[str, ...]:
+        """As ``Operator``."""
+        return NUMBERS
+
+    @property
+    def number_arguments(self) -> tuple[str, ...]:
+        """As ``Operator``."""
+        return *self.scales, "max_seq_len"
+
+    def call(self, tensors: CallTensors, options: Any) -> AttentionCall:
+        """As ``Operator``."""
+        return AttentionCall(tensors, options)
+
+    def with_defaults(self, scales: Mapping[str, float | None], arguments: Given) -> Mapping[str, float]:
+        """As ``Operator``; a scale on the device is 1."""
+        known = {name: 1.0 if number is None else number for name, number in scales.items()}
+        if scales["softmax_scale"] is None and arguments["softmax_scale"] is None:
+            known["softmax_scale"] = self.scale(view_of(arguments["q"], "q").shape)
+        return known
+
+    def with_bounds(self, named: dict[str, Any], arguments: Given, runtime: Runtime, stream: int) -> None:
+        """As ``Operator``; the bound on the query tokens of ragged requests."""
+        if self.max_queries is None or named["max_q_len"] is not None or arguments["q_cu_seq_lens"] is None:
+            return
+        q, sums = arguments["q"], arguments["q_cu_seq_lens"]
+        named["max_q_len"] = _longest(runtime, q, sums, stream, self.max_queries)
+
+    def shared_bounds(self, max_seq_len: int | None) -> tuple[int, int]:
+        """As ``Operator``; powers of two, so that one plan serves while lengths grow."""
+        return shared_bounds(max_seq_len or 0)
+
+    def planned_bounds(self, options: AttentionOptions) -> tuple[int, int]:
+        """As ``Operator``."""
+        return 0, options.max_seq_len
+
+    def planned_options(self, call: AttentionCall, kept_bound: int | None) -> AttentionOptions:
+        """As ``Operator``; the bound is raised as far as there is room for keys."""
+        options: AttentionOptions = call.options
+        return options.bounded(options.max_seq_len if kept_bound is None else min(self.capacity(call), kept_bound))
+
+    def resized_options(self, call: AttentionCall, max_q_len: int | None) -> AttentionOptions:
+        """As ``Operator``; the bound is lowered to the room for keys."""
+        options: AttentionOptions = call.options
+        bound = min(options.max_seq_len, self.capacity(call))
+        if (bound, max_q_len) == (options.max_seq_len, options.max_q_len):
+            return options
+        return replace(options, max_seq_len=bound, max_q_len=max_q_len)
+
+    def launch_numbers(
+        self, planned: AttentionOptions, scales: Given, max_seq_len: int | None
+    ) -> tuple[int, float, float]:
+        """As ``Operator``; without a bound it is the plan's."""
+        bound = planned.max_seq_len if max_seq_len is None else integer("max_seq_len", max_seq_len)
+        if not 0 <= bound <= planned.max_seq_len:
+            raise UsageError(f"max_seq_len={bound}: expected 0 to {planned.max_seq_len}, the plan's bound")
+        keys, values = (scales.get(name, 1.0) for name in KV_SCALES)
+        softmax_scale, output_scale = scales["softmax_scale"] * keys, scales["output_scale"] * values
+        for name, number in (("softmax_scale", softmax_scale), ("output_scale", output_scale)):
+            if not isfinite(number):
+                raise UsageError(f"{name}={number}: expected a finite number")
+        return bound, softmax_scale * LOG2_E, output_scale
+
+    def options_of_run(self, planned: AttentionOptions, numbers: Sequence[Any]) -> AttentionOptions:
+        """As ``Operator``; the scales of keys and values are parts of the other two."""
+        bound, scale_log2, output_scale = numbers
+        scales = {**dict.fromkeys(self.scales, 1.0), "softmax_scale": scale_log2 / LOG2_E, "output_scale": output_scale}
+        return replace(planned, max_seq_len=bound, **scales)
+
+
+def default_scale(shape: tuple[int, ...]) -> float:
+    """1 / sqrt(head_dim); the rules refuse what has no head_dim."""
+    return 1 / sqrt(shape[-1]) if shape and shape[-1] else 1.0
+
+
+def check_scale_shapes(tensors: CallTensors) -> None:
+    """Check that the scales of scores and output on the device have one element."""
+    for name in SCALES:
+        scale = tensors.get(name)
+        if scale is not None and prod(scale.shape) != 1:
+            raise UsageError(f"{name}: shape {scale.shape}, expected one element")
+
+
+def check_query_sums(sums: TensorView) -> None:
+    """Check the shape of prefix sums of query tokens."""
+    if len(sums.shape) != 1 or sums.shape[0] < 2:
+        raise UsageError(f"q_cu_seq_lens: shape {sums.shape}, expected (batch + 1,) for 1 request or more")
+
+
+def _longest(runtime: Runtime, q: Any, q_cu_seq_lens: Any, stream: int, most: int) -> int:
+    """The most query tokens of a request, read back from the device.
+
+    Raises:
+        UsageError: q_cu_seq_lens is not what it should be or cannot be read, or a request has too many.
+    """
+    view, tokens = view_of(q_cu_seq_lens, "q_cu_seq_lens"), prod(view_of(q, "q").shape[:-2])
+    check_dtype("q_cu_seq_lens", view, LENGTHS)
+    check_query_sums(view)
+    driver = runtime.driver
+    with driver.using(driver.context_on(view.device)):
+        if driver.is_capturing(stream_handle(stream)):
+            raise UsageError("max_q_len: None while a stream captures, expected the bound")
+    try:
+        bounds = runtime.memory.to_host(q_cu_seq_lens)
+    except UsageError as error:
+        raise UsageError(f"max_q_len: None, expected the bound ({error})") from error
+    if not bounds or bounds[0] != 0 or bounds[-1] != tokens:
+        came = f"from {bounds[0]} to {bounds[-1]}" if bounds else "empty"
+        raise UsageError(f"q_cu_seq_lens: {came}, expected from 0 to q's {tokens} tokens")
+    for before, after in pairwise(bounds):
+        if after < before:
+            raise UsageError(f"q_cu_seq_lens: {before} is followed by {after}, expected none to decrease")
+        if after - before > most:
+            raise UsageError(f"q_cu_seq_lens: a request of {after - before} query tokens, expected at most {most}")
+    return max((after - before for before, after in pairwise(bounds)), default=0) or 1

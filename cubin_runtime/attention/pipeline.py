@@ -1,0 +1,266 @@
+"""The way of every call: read, check, choose and launch; plans are made for a user, or cached for plain functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ..errors import UsageError
+from ..launch.driver import DeviceFacts
+from ..launch.regions import workspace_size
+from ..launch.semaphore_workspace import AnyWorkspace, SemaphoreWorkspace, check_workspace
+from ..launch.streams import stream_handle
+from ..tensor import is_torch, view_of
+from ..values import dataclass
+from .backends import check_device_facts, resolve_backend
+from .checks import check_options
+from .described_tensors import describe_tensors
+from .fast_path import Launched, note_launch, note_unrepeatable
+from .memory import TensorMemory
+from .operator import CallTensors, Operator, OutputForm
+from .process import runtime_of
+from .runtime import PlanRuntime, Runtime
+from .step_plan import StepPlan
+from .torch_ops import RUNTIME_SCRATCH, TORCH_SCRATCH, TorchOp, torch_bytes
+
+if TYPE_CHECKING:
+    from ..protocols import Stream
+
+PlanT = TypeVar("PlanT", bound=StepPlan)
+_BOUND = "max_seq_len"
+_Q_LEN_BOUND = "max_q_len"  # the option that is a size
+# Kinds of options -> those of a torch op's arguments, which may be symbolic.
+_OP_KINDS = {"bool": "bool", "float": "float", "int": "SymInt", "str": "str"}
+_NOT_IN_AN_OP = {"workspace": TORCH_SCRATCH, "stream": None, "runtime": None}
+
+
+@dataclass(frozen=True, slots=True)
+class CallFamily:
+    """The calls like one that has ``tensors``, as ``fast_path.notes.Family``.
+
+    ``form`` is what else tells plans apart. ``plan`` gives the plan of tensors with a bound on the query tokens of a
+    request, which is ``max_q_len`` in this call; None: it has none.
+    """
+
+    runtime: PlanRuntime
+    tensors: CallTensors
+    form: tuple[object, ...]
+    plan: Callable[[CallTensors, int | None], StepPlan]
+    max_q_len: int | None = None
+
+    @property
+    def key(self) -> Hashable:
+        """As ``Family``."""
+        sized = self.tensors.sized
+        named = zip(self.tensors.declared, self.tensors.specs, strict=True)
+        specs = [spec and (spec._replace(shape=spec.shape[1:]) if arg.name in sized else spec) for arg, spec in named]
+        return self.form, self.max_q_len is None, tuple(specs)
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """As ``Family``."""
+        sized = self.tensors.sized
+        return sized if self.max_q_len is None else {**sized, _Q_LEN_BOUND: self.max_q_len}
+
+    def plan_of(self, sizes: Mapping[str, int]) -> StepPlan:
+        """As ``Family``; it is made, with all checks, unless the runtime has it."""
+        return self.plan(self.tensors.resized(sizes), sizes.get(_Q_LEN_BOUND))
+
+    def launch(
+        self,
+        plan: StepPlan,
+        addresses: tuple[int, ...],
+        numbers: tuple[Any, ...],
+        workspace: AnyWorkspace | None,
+        like: Any,
+        stream: int,
+    ) -> Launched:
+        """As ``OperatorPlan.launch``, with a workspace as the call gave it; ``like`` is its first tensor."""
+        return plan.launch(addresses, numbers, _scratch_of_call(self.runtime, plan, workspace, like, stream), stream)
+
+
+def plan_call(
+    plan_class: type[PlanT],
+    operator: Operator,
+    tensors: Mapping[str, Any],
+    options: Any,
+    *,
+    runtime: Runtime | None,
+    device_facts: DeviceFacts | str | None,
+) -> PlanT:
+    """The plan for a call's ``tensors`` by name, scales among them, and its other ``options``."""
+    rt, facts, arguments = runtime_of(runtime), check_device_facts(device_facts), dict(tensors)
+    named, of_torch = _checked(operator, options), is_torch(arguments[operator.tensors[0].name])
+    if facts is not None:
+        describe_tensors(arguments)
+    scales = operator.with_defaults(operator.split_scales(arguments), arguments)
+    options = operator.options(**scales, **named)
+    call = operator.call(operator.read(arguments, options), options)
+    return _plan(plan_class, operator, rt.for_plans, call, facts, of_torch)
+
+
+def run_call(
+    plan_class: type[StepPlan],
+    operator: Operator,
+    tensors: Mapping[str, Any],
+    options: Any,
+    *,
+    workspace: Any,
+    stream: Stream | None,
+    runtime: Runtime | None,
+) -> Any:
+    """Run a call with ``tensors`` and ``options`` as in ``plan_call``; its ``out``, if it has one.
+
+    The plan comes from the runtime's cache or is made now.
+    """
+    rt, arguments = runtime_of(runtime), dict(tensors)
+    named = _checked(operator, options)
+    scales = operator.with_defaults(operator.split_scales(arguments), arguments)
+    if operator.output is not None and arguments["out"] is None:
+        arguments["out"] = _new_output(operator.output(arguments), rt.memory)
+    name = operator.tensors[0].name
+    first = arguments[name]
+    handle = _stream_of(rt, stream, first, name)
+    workspace = None if workspace is RUNTIME_SCRATCH else workspace
+    if workspace is not None and workspace is not TORCH_SCRATCH:
+        check_workspace(workspace)
+    operator.with_bounds(named, arguments, rt, handle)
+    options = operator.options(**scales, **named)
+    shortest, kept = operator.shared_bounds(named.get(_BOUND))
+    family = _family(plan_class, operator, rt, operator.read(arguments, options), options, is_torch(first), kept)
+    plan = family.plan(family.tensors, family.max_q_len)
+    family.tensors.check_addresses()
+    numbers = operator.launch_numbers(plan.options, scales, named.get(_BOUND))
+    launched = family.launch(plan, family.tensors.addresses, numbers, workspace, first, handle)
+    note_launch(launched._replace(bounds=(shortest, launched.bounds[1]), family=family))
+    return arguments.get("out")
+
+
+def torch_op(operator: Operator) -> TorchOp:
+    """The operator's torch op: its tensors, scales and options as declared."""
+    kinds = {arg.name: "Tensor?" if arg.optional else "Tensor" for arg in operator.tensors}
+    kinds |= dict.fromkeys(operator.scales, "Scale")
+    kinds |= {**operator.op_options, **{name: _op_kind(kind) for name, kind in operator.option_kinds.items()}}
+    written = tuple(arg.name for arg in operator.tensors if arg.written)
+
+    def complete(arguments: dict[str, Any]) -> Any:
+        import torch
+
+        if operator.output is not None and arguments["out"] is None:
+            like, shape, dtype = operator.output(arguments)
+            dtype = like.dtype if dtype is None else getattr(torch, dtype)
+            arguments["out"] = torch.empty(shape, dtype=dtype, device=like.device)
+        return arguments.get("out")
+
+    return TorchOp(operator.name, kinds, written, _NOT_IN_AN_OP, complete)
+
+
+def _op_kind(annotation: str) -> str:
+    required = annotation.removesuffix(" | None")
+    return _OP_KINDS[required] + ("" if required == annotation else "?")
+
+
+def _family(
+    plan_class: type[StepPlan],
+    operator: Operator,
+    runtime: Runtime,
+    tensors: CallTensors,
+    options: Any,
+    of_torch: bool,
+    kept_bound: int,
+) -> CallFamily:
+    """The calls that differ from one in sizes alone, whose plans are from the cache or made now."""
+    forms = [getattr(options, name) for name in operator.option_kinds if name not in (_BOUND, _Q_LEN_BOUND)]
+    left_out = [getattr(options, name) is None for name in operator.scales]
+    form = (operator.name, kept_bound, *forms, *left_out)
+    plans, own = runtime.plans, runtime.for_plans  # the runtime may keep the function below
+
+    def plan(of: CallTensors, max_q_len: int | None) -> StepPlan:
+        def planned() -> StepPlan:
+            call = operator.call(of, options)
+            if of is not tensors:
+                call = operator.call(of, operator.resized_options(call, max_q_len))
+            return _plan(plan_class, operator, own, call, None, of_torch, kept_bound)
+
+        cached: StepPlan = plans.get((form, max_q_len, of.specs), planned)
+        return cached
+
+    return CallFamily(own, tensors, form, plan, getattr(options, _Q_LEN_BOUND, None))
+
+
+def _checked(operator: Operator, options: Any) -> dict[str, Any]:
+    """The options that are no scales by name; raises ``UsageError`` for one of another kind."""
+    named = {name: getattr(options, name) for name in operator.option_kinds}
+    check_options(operator.checks, named)
+    return named
+
+
+def _plan(
+    plan_class: type[PlanT],
+    operator: Operator,
+    runtime: PlanRuntime,
+    call: Any,
+    device_facts: DeviceFacts | None,
+    of_torch: bool,
+    kept_bound: int | None = None,
+) -> PlanT:
+    """The plan, checked first; ``kept_bound`` is that which other calls may share it up to."""
+    operator.check(call)
+    device = device_facts or runtime.driver.device(call.tensors[operator.tensors[0].name].device)
+    resolve_backend(operator.name, call.options.backend, device)
+    options = operator.planned_options(call, kept_bound)
+    if options is not call.options:
+        call = operator.call(call.tensors, options)
+    launches = operator.launches(call, device, runtime.native_release())
+    return plan_class(runtime, operator, call.tensors, options, launches, of_torch=of_torch)
+
+
+def _new_output(form: OutputForm, memory: TensorMemory) -> Any:
+    """The output of a call that leaves it out.
+
+    Raises:
+        UsageError: it cannot be made from the call's tensors.
+    """
+    try:
+        return memory.empty(*form)
+    except UsageError as error:
+        raise UsageError(f"out: None, expected a tensor ({error})") from error
+
+
+def _stream_of(runtime: PlanRuntime, stream: Stream | None, first: Any, name: str) -> int:
+    """The handle of a call's stream; None: the current one for its ``first`` tensor, the argument ``name``.
+
+    Raises:
+        UsageError: the stream is none; or ``first`` is no tensor, or is not on a CUDA device.
+    """
+    if stream is not None:
+        return stream_handle(stream)
+    if isinstance(first, int) or (is_torch(first) and first.device.type != "cuda"):
+        first = view_of(first, name)  # which refuses it
+    return runtime.memory.current_stream(first)
+
+
+def _scratch_of_torch(plan: StepPlan, device: int) -> SemaphoreWorkspace:
+    """Memory for one run of a plan, zeroed where it must be; torch frees it in stream order, behind the run."""
+    tensors, parts = list[Any](), list[tuple[int, int]]()
+    for zeroed in (True, False):
+        size = workspace_size([region for region in plan.regions if region.zeroed == zeroed])
+        tensor = torch_bytes(size, device, zeroed=zeroed) if size else None
+        tensors.append(tensor)
+        parts.append((0 if tensor is None else tensor.data_ptr(), size))
+    semaphores, scratch = parts
+    return SemaphoreWorkspace(semaphores, scratch, owner=tensors)
+
+
+def _scratch_of_call(runtime: PlanRuntime, plan: StepPlan, workspace: Any, like: Any, stream: int) -> Any:
+    """The workspace of a call that asked for ``workspace`` with the tensor ``like``; None: the plan's own.
+
+    In a capture by torch that is memory of the graph: nobody could have reserved room for it in a plan that the call
+    finds by itself.
+    """
+    if workspace is None and is_torch(like) and stream == runtime.memory.current_stream(like):
+        with runtime.driver.using(runtime.driver.context_on(plan.device)):
+            if runtime.driver.is_capturing(stream):
+                note_unrepeatable()
+                workspace = TORCH_SCRATCH
+    return _scratch_of_torch(plan, plan.device) if workspace is TORCH_SCRATCH else workspace
