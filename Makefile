@@ -78,10 +78,10 @@ test-release: .venv/.ready ## Every row of NVIDIA's published release (458 MB, d
 	@$(VENV) -m pytest -m release -s
 
 fuzz: .venv/.ready ## 15 s of damaged input for each reader of untrusted bytes; SEED=n repeats a run
-	@$(VENV) tests/fuzz/run.py --seconds 15 --jobs 2 $(if $(SEED),--seed $(SEED))
+	@$(VENV) -m tests.fuzz.run --seconds 15 --jobs 2 $(if $(SEED),--seed $(SEED))
 
 fuzz-long: .venv/.ready ## The same with 10 minutes a reader; results in benchmarks/results
-	@$(VENV) tests/fuzz/run.py --seconds 600 --jobs 2 --json benchmarks/results/fuzz.json
+	@$(VENV) -m tests.fuzz.run --seconds 600 --jobs 2 --json benchmarks/results/fuzz.json
 
 mutants: .venv/.ready .venv-torch/.ready ## Bugs put in on purpose, each of which a test must notice (15 minutes)
 	@$(VENV) tests/mutants/run.py

@@ -94,6 +94,6 @@ def test_the_tests_of_two_gpus_run_alone(machine: Machine) -> None:
 
 
 def test_the_cases_of_the_sanitizers_find_what_they_import(machine: Machine) -> None:
-    code = "import sys; sys.path.insert(0, 'tests/gpu'); import sanitizer_cases"
-    (machine.programs / "compute-sanitizer").write_text(f'#!/bin/sh\nexec "{sys.executable}" -c "{code}"\n')
+    script = f'#!/bin/sh\nfor cases; do :; done\nexec "{sys.executable}" -c "import $cases"\n'
+    (machine.programs / "compute-sanitizer").write_text(script)
     assert machine.run("memcheck") == 0

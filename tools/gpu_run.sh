@@ -61,7 +61,7 @@ step() { # name, log, command...
 
 sanitize() { # tool
     # 86: the tool found something; the cases' own failures keep their code.
-    PYTHONPATH=tests/attention:$PYTHONPATH step "$1" "$1.log" compute-sanitizer --tool "$1" --error-exitcode 86 "$python" tests/gpu/sanitizer_cases.py
+    step "$1" "$1.log" compute-sanitizer --tool "$1" --error-exitcode 86 "$python" -m tests.gpu.sanitizer_cases
 }
 
 run_tests() { # step, options of pytest...

@@ -6,9 +6,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from attention_examples import RELEASE_NAME, pin_release
-from latent_examples import latent_call, view
-
 from cubin_runtime import Config
 from cubin_runtime.attention import Runtime, TensorView
 from cubin_runtime.kernels.native.layouts import LAYOUTS
@@ -18,6 +15,8 @@ from kernels_src.build import build, select
 from kernels_src.kernel_cache import kernel_cache
 from kernels_src.toolchain import find_toolchain
 from kernels_src.variants import VARIANTS
+from tests.attention.attention_examples import RELEASE_NAME, pin_release
+from tests.attention.latent_examples import latent_call, view
 
 
 def main(added: str, folder: Path) -> None:

@@ -16,7 +16,6 @@ from kernels_src.kernel_cache import VARIABLE, kernel_cache
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 PAGE = (ROOT / "docs" / "contributing" / "adding.md").read_text()
-HELPERS = ("launch", "attention", "kernels")
 PIN = "cubin_runtime/artifacts/pins/pins.toml"  # of the release with the new kernel, which no toy gets
 # Files, the pin included, and changes in the package: today, and the goal.
 FILES = {"kernel_family": (11, 10), "optional_tensor": (3, 3)}
@@ -69,11 +68,10 @@ def test_the_number_of_changes_is_within_the_goal(section: str) -> None:
 @pytest.mark.parametrize("section", FILES)
 def test_what_the_patch_adds_runs(section: str, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
-    for folder in ("cubin_runtime", "kernels_src", *(f"tests/{name}" for name in HELPERS)):
+    for folder in ("cubin_runtime", "kernels_src", "tests"):
         shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
     subprocess.run(["git", "apply", str(HERE / f"{section}.patch")], cwd=copy, check=True)
-    paths = [str(copy), *(str(copy / "tests" / name) for name in HELPERS)]
-    command = [sys.executable, str(HERE / "run_added.py"), section, str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), VARIABLE: str(kernel_cache().folder)}
+    command = [sys.executable, "-m", "tests.architecture.run_added", section, str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(copy), VARIABLE: str(kernel_cache().folder)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=copy)
     assert done.returncode == 0, done.stderr

@@ -37,7 +37,6 @@ for package in (cubin_runtime.artifacts, cubin_runtime.cli):
 with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
     cubin_runtime.cli.main(["where", "unknown", "--store", "/nowhere", "--offline"])
 """
-_HERE = Path(__file__).parent
 
 
 def run_child(
@@ -55,27 +54,27 @@ def run_child(
     command = [sys.executable, "-c", source, *map(str, arguments)]
     if mounts:
         command = ["unshare", "-m", "sh", "-ec", f'{mounts}\nexec "$@"', "sh", *command]
-    package, helpers = readable_copies() if as_user else (PACKAGE_ROOT, _HERE)
+    root = readable_copy() if as_user else PACKAGE_ROOT
     environment = {
         **os.environ,
-        "PYTHONPATH": f"{package}{os.pathsep}{helpers}",
+        "PYTHONPATH": str(root),
         "PYTHONDONTWRITEBYTECODE": "1",
     }
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, cwd=package)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, cwd=root)
 
 
 @functools.cache
-def readable_copies() -> tuple[Path, Path]:
-    """Folders to import the package and these helpers from that every user can read, wherever the clone lies."""
+def readable_copy() -> Path:
+    """A folder to import the package and its tests from that every user can read, wherever the clone lies."""
     place = Path(tempfile.mkdtemp(prefix="cubin-runtime-package-"))
     atexit.register(shutil.rmtree, place)
-    for source in (PACKAGE_ROOT / "cubin_runtime", _HERE):
-        shutil.copytree(source, place / source.name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("cubin_runtime", "tests"):
+        shutil.copytree(PACKAGE_ROOT / name, place / name, ignore=shutil.ignore_patterns("__pycache__"))
     for directory, _, files in os.walk(place):
         os.chmod(directory, 0o755)
         for file in files:
             os.chmod(os.path.join(directory, file), 0o644)
-    return place, place / _HERE.name
+    return place
 
 
 @functools.cache

@@ -4,9 +4,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from releases import Release, make_release
-from serving import FaultyServer, serving
-from tls import make_tls
+
+from tests.artifacts.releases import Release, make_release
+from tests.artifacts.serving import FaultyServer, serving
+from tests.artifacts.tls import make_tls
 
 
 @pytest.fixture

@@ -11,10 +11,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from children import PACKAGE_ROOT
-from releases import Release
+from tests.artifacts.children import PACKAGE_ROOT
+from tests.artifacts.releases import Release
 
-_HERE = str(Path(__file__).parent)
 # Two workers of each fetch whatever the machine has, so that a small release already uses them.
 SMALL_CREWS = """
 from cubin_runtime.artifacts.fetch import process_pool
@@ -26,7 +25,7 @@ INTERRUPTIBLE = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_
 FETCH = """
 import sys
 from pathlib import Path
-from releases import PATIENT_LIMITS, QUICK_POLICY
+from tests.artifacts.releases import PATIENT_LIMITS, QUICK_POLICY
 from cubin_runtime.artifacts.library import Library
 from cubin_runtime.config import Config
 from cubin_runtime.errors import CubinRuntimeError
@@ -44,8 +43,7 @@ COMMAND_LINE = "import sys\nfrom cubin_runtime.cli import main\nsys.exit(main(sy
 
 def start_python(source: str, *arguments: object, **variables: str) -> subprocess.Popen[str]:
     """Python source in a new process that SIGINT interrupts, its output kept; a session of its own, as from a shell."""
-    path = f"{PACKAGE_ROOT}{os.pathsep}{_HERE}"
-    environment = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", **variables}
+    environment = {**os.environ, "PYTHONPATH": str(PACKAGE_ROOT), "PYTHONDONTWRITEBYTECODE": "1", **variables}
     command = [sys.executable, "-c", INTERRUPTIBLE + source, *map(str, arguments)]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment, start_new_session=True)

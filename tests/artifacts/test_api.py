@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from releases import Release, make_release
 
 import cubin_runtime
 from cubin_runtime import Config, CorruptError, ExtraError, Library, MissingError, PinError, SourceError, UsageError
+from tests.artifacts.releases import Release, make_release
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 NAME = "fmha/decode.cubin"

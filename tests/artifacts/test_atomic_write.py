@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from children import ORDINARY_USER, run_child
 
 from cubin_runtime.artifacts.atomic_write import changing, replace_file, why_not_changed
 from cubin_runtime.artifacts.store.locks import ShardLock
 from cubin_runtime.artifacts.store.store import Store
+from tests.artifacts.children import ORDINARY_USER, run_child
 
 DATA = b"kernel"
 DIGEST = "48a48d9d6e7c6a7ed7f9d9d0b9d6bcd6e4d5e1b2a4dfb1d6b0b5a2a1e6e5b8a9"

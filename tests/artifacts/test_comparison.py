@@ -4,8 +4,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from kernel_headers import header_of
-from releases import Release, make_release
 
 from cubin_runtime.artifacts.library import Library
 from cubin_runtime.artifacts.releases.comparison import Change, ReleaseDiff, compare_releases
@@ -13,6 +11,8 @@ from cubin_runtime.artifacts.tables.kernel_filter import KernelFilter
 from cubin_runtime.artifacts.tables.metadata import HEADER_PATH
 from cubin_runtime.config import Config
 from cubin_runtime.errors import SourceError, UsageError
+from tests.artifacts.kernel_headers import header_of
+from tests.artifacts.releases import Release, make_release
 
 KERNEL = "fmhaSm100fKernel_A"
 OTHER = "fmhaSm103aKernel_B"

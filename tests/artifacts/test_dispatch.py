@@ -10,9 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fleet import wait_until
-from releases import QUICK_POLICY, Release, make_release
-from serving import FaultyServer, hang
 
 from cubin_runtime.artifacts.fetch.dispatch import _Dispatch
 from cubin_runtime.artifacts.fetch.report import FetchReport, report_of
@@ -21,6 +18,9 @@ from cubin_runtime.artifacts.sources.source import FileRequest
 from cubin_runtime.artifacts.store.locks import LOCKS, ShardLock
 from cubin_runtime.artifacts.store.store import Store
 from cubin_runtime.errors import SourceError, StoreError
+from tests.artifacts.fleet import wait_until
+from tests.artifacts.releases import QUICK_POLICY, Release, make_release
+from tests.artifacts.serving import FaultyServer, hang
 
 NAME = "fmha/prefill.cubin"
 SHARDS = "0123456789abcdef"

@@ -8,9 +8,6 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from children import needs_mounts, run_child
-from releases import FILES, Release, make_release, visible_files
-from serving import serving
 
 from cubin_runtime.artifacts.library import Library
 from cubin_runtime.artifacts.releases import export as exporting
@@ -18,6 +15,9 @@ from cubin_runtime.artifacts.releases.export import Chosen, export_zip, mirror
 from cubin_runtime.artifacts.store.store import Store
 from cubin_runtime.config import Config
 from cubin_runtime.errors import CorruptError, MissingError, StoreError, UsageError
+from tests.artifacts.children import needs_mounts, run_child
+from tests.artifacts.releases import FILES, Release, make_release, visible_files
+from tests.artifacts.serving import serving
 
 NAME = "fmha/prefill.cubin"
 

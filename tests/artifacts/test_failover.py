@@ -9,8 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from releases import QUICK_POLICY, Release, make_release, sha256
-from serving import resumable, serving
 
 from cubin_runtime.artifacts.fetch.worker_pool import ThreadWorkerPool
 from cubin_runtime.artifacts.path import ArtifactPath
@@ -18,6 +16,8 @@ from cubin_runtime.artifacts.sources import failover
 from cubin_runtime.artifacts.sources.source import FileRequest, RetryableError, Source, TooMuchError
 from cubin_runtime.artifacts.store.store import Store
 from cubin_runtime.errors import CorruptError, SourceError
+from tests.artifacts.releases import QUICK_POLICY, Release, make_release, sha256
+from tests.artifacts.serving import resumable, serving
 
 MEBIBYTE = 1 << 20
 SMALL, LARGE = 100, 1000

@@ -12,10 +12,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from children import needs_mounts, run_child
-from fleet import FETCH, SMALL_CREWS, start_fetcher, temporaries, wrong_objects
-from releases import PATIENT_LIMITS, QUICK_POLICY, Release, make_release, visible_files
-from serving import (
+
+from cubin_runtime.artifacts.fetch import process_pool
+from cubin_runtime.artifacts.store import store as store_module
+from cubin_runtime.artifacts.store.locks import ShardLock
+from cubin_runtime.errors import CorruptError, CubinRuntimeError, SourceError, StoreError
+from tests.artifacts.children import needs_mounts, run_child
+from tests.artifacts.fleet import FETCH, SMALL_CREWS, start_fetcher, temporaries, wrong_objects
+from tests.artifacts.releases import PATIENT_LIMITS, QUICK_POLICY, Release, make_release, visible_files
+from tests.artifacts.serving import (
     Action,
     FaultyServer,
     Handler,
@@ -35,11 +40,6 @@ from serving import (
     truncated,
     wrong_bytes,
 )
-
-from cubin_runtime.artifacts.fetch import process_pool
-from cubin_runtime.artifacts.store import store as store_module
-from cubin_runtime.artifacts.store.locks import ShardLock
-from cubin_runtime.errors import CorruptError, CubinRuntimeError, SourceError, StoreError
 
 FAULTY = "k005.bin"
 FILES = {f"k{n:03}.bin": random.Random(n).randbytes(2000 + 40 * n) for n in range(40)}
@@ -176,7 +176,7 @@ def test_a_disk_that_fills_up_in_the_middle(many: Release, store: Path, tmp_path
     disk = tmp_path / "disk"
     disk.mkdir()
     body = (SMALL_CREWS if workers else "") + FETCH.replace("sys.exit(error.exit_code)", "pass")
-    body += "from fleet import temporaries, wrong_objects\n"
+    body += "from tests.artifacts.fleet import temporaries, wrong_objects\n"
     body += "print('left', temporaries(Path(store)), wrong_objects(Path(store)))\n"
     mounts = f"mount -t tmpfs -o size=64k none {disk}"
     done = run_child(body, disk / "store", many.pin_file, many.root, 4, mounts=mounts)

@@ -9,10 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from children import ORDINARY_USER, needs_mounts, run_child
-from fleet import children_of, is_running, start_python, wait_until
-from releases import PATIENT_LIMITS, QUICK_POLICY, Release, make_release, visible_files, zip_tree
-from serving import (
+
+from cubin_runtime.artifacts.sources.failover import FetchPolicy
+from cubin_runtime.artifacts.store.store import Store
+from cubin_runtime.errors import CorruptError, PinError, SourceError, StoreError, UsageError
+from tests.artifacts.children import ORDINARY_USER, needs_mounts, run_child
+from tests.artifacts.fleet import children_of, is_running, start_python, wait_until
+from tests.artifacts.releases import PATIENT_LIMITS, QUICK_POLICY, Release, make_release, visible_files, zip_tree
+from tests.artifacts.serving import (
     Action,
     FaultyServer,
     Handler,
@@ -32,10 +36,6 @@ from serving import (
     truncated,
     wrong_bytes,
 )
-
-from cubin_runtime.artifacts.sources.failover import FetchPolicy
-from cubin_runtime.artifacts.store.store import Store
-from cubin_runtime.errors import CorruptError, PinError, SourceError, StoreError, UsageError
 
 NAME = "fmha/prefill.cubin"
 
@@ -315,7 +315,7 @@ def test_too_little_room_is_found_before_a_byte_moves(release: Release, server: 
 FETCH = """
 import sys, time, requests
 from pathlib import Path
-from releases import PATIENT_LIMITS, QUICK_POLICY
+from tests.artifacts.releases import PATIENT_LIMITS, QUICK_POLICY
 from cubin_runtime.artifacts.library import Library
 from cubin_runtime.config import Config
 from cubin_runtime.errors import CubinRuntimeError

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from releases import Release
 
 from cubin_runtime.artifacts.releases.flashinfer_layout import refuse_shared_folder
 from cubin_runtime.errors import UsageError
+from tests.artifacts.releases import Release
 
 
 @pytest.mark.parametrize("below", ["", "sha256", ".."])

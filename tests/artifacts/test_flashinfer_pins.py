@@ -7,7 +7,6 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from flashinfer_wheel import CPUS, FAMILIES, TARGETS, artifacts_text, make_tree, make_wheel
 
 from cubin_runtime.artifacts.path import ArtifactPath
 from cubin_runtime.artifacts.pins import flashinfer
@@ -16,6 +15,7 @@ from cubin_runtime.artifacts.pins.pin import parse_pins
 from cubin_runtime.artifacts.pins.pin_file import add_group, add_pin, make_pin, remove_group
 from cubin_runtime.artifacts.pins.pin_set import PinSet
 from cubin_runtime.errors import PinError
+from tests.artifacts.flashinfer_wheel import CPUS, FAMILIES, TARGETS, artifacts_text, make_tree, make_wheel
 
 GROUP = "flashinfer-9.1.0"
 

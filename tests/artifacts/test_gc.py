@@ -6,8 +6,6 @@ import threading
 from pathlib import Path
 
 import pytest
-from children import run_child
-from releases import PATIENT_LIMITS, QUICK_POLICY, Release, make_release, visible_files
 
 from cubin_runtime.artifacts.library import Library
 from cubin_runtime.artifacts.releases import gc as collecting
@@ -16,6 +14,8 @@ from cubin_runtime.artifacts.store.locks import ShardLock
 from cubin_runtime.artifacts.store.store import Store
 from cubin_runtime.config import Config
 from cubin_runtime.errors import CorruptError, SourceError, StoreError
+from tests.artifacts.children import run_child
+from tests.artifacts.releases import PATIENT_LIMITS, QUICK_POLICY, Release, make_release, visible_files
 
 OLD = {"a.cubin": b"only in the old " * 50, "shared.cubin": b"in both " * 80}
 NEW = {"b.cubin": b"only in the new " * 50, "shared.cubin": b"in both " * 80}

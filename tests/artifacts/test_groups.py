@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from flashinfer_wheel import artifacts_text, make_tree
 
 from cubin_runtime.artifacts.path import ArtifactPath
 from cubin_runtime.artifacts.pins.flashinfer import parse_artifacts
@@ -13,6 +12,7 @@ from cubin_runtime.artifacts.pins.pin import Pin
 from cubin_runtime.artifacts.releases.groups import folder_facts, narrowed
 from cubin_runtime.artifacts.tables.kernel_filter import KernelFilter, architecture_of_name
 from cubin_runtime.errors import UsageError
+from tests.artifacts.flashinfer_wheel import artifacts_text, make_tree
 
 
 @pytest.mark.parametrize(

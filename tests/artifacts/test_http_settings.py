@@ -7,9 +7,6 @@ import ssl
 from pathlib import Path
 
 import pytest
-from releases import PATIENT_LIMITS, Release
-from serving import FaultyServer, redirect, serving
-from tls import make_tls, write_netrc
 
 from cubin_runtime.artifacts.sources.failover import FetchPolicy
 from cubin_runtime.artifacts.sources.http import HttpSource
@@ -17,6 +14,9 @@ from cubin_runtime.artifacts.sources.http_pace import HttpLimits
 from cubin_runtime.artifacts.sources.source import FileRequest, parse_source
 from cubin_runtime.config import Network
 from cubin_runtime.errors import SourceError
+from tests.artifacts.releases import PATIENT_LIMITS, Release
+from tests.artifacts.serving import FaultyServer, redirect, serving
+from tests.artifacts.tls import make_tls, write_netrc
 
 NAME = "fmha/prefill.cubin"
 

@@ -13,8 +13,14 @@ from typing import Any
 import pytest
 import requests
 import urllib3
-from releases import PATIENT_LIMITS, Release
-from serving import (
+
+from cubin_runtime.artifacts.sources.http import HttpSource
+from cubin_runtime.artifacts.sources.http_pace import HttpLimits
+from cubin_runtime.artifacts.sources.http_session import _WatchedFile
+from cubin_runtime.artifacts.sources.source import FileRequest, NotHereError, RetryableError, TooMuchError, parse_source
+from cubin_runtime.errors import SourceError
+from tests.artifacts.releases import PATIENT_LIMITS, Release
+from tests.artifacts.serving import (
     Action,
     FaultyServer,
     Handler,
@@ -37,13 +43,7 @@ from serving import (
     status,
     truncated,
 )
-from tls import write_netrc
-
-from cubin_runtime.artifacts.sources.http import HttpSource
-from cubin_runtime.artifacts.sources.http_pace import HttpLimits
-from cubin_runtime.artifacts.sources.http_session import _WatchedFile
-from cubin_runtime.artifacts.sources.source import FileRequest, NotHereError, RetryableError, TooMuchError, parse_source
-from cubin_runtime.errors import SourceError
+from tests.artifacts.tls import write_netrc
 
 NAME = "fmha/prefill.cubin"
 SECRET = "token=hidden"

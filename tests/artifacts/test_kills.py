@@ -18,9 +18,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from fleet import children_of, is_running, start_fetcher, temporaries, wait_until, wrong_objects
-from releases import Release, make_release, visible_files
-from serving import Action, FaultyServer, Handler, ok, serving
+
+from tests.artifacts.fleet import children_of, is_running, start_fetcher, temporaries, wait_until, wrong_objects
+from tests.artifacts.releases import Release, make_release, visible_files
+from tests.artifacts.serving import Action, FaultyServer, Handler, ok, serving
 
 KILLS = int(os.environ.get("CUBIN_RUNTIME_KILLS", "20"))
 SEED = int(os.environ.get("CUBIN_RUNTIME_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 32)

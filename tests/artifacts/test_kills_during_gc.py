@@ -11,13 +11,13 @@ import time
 from pathlib import Path
 
 import pytest
-from children import PACKAGE_ROOT
-from releases import Release, make_release, sha256
 
 from cubin_runtime.artifacts.library import Library
 from cubin_runtime.artifacts.releases.export import mirror
 from cubin_runtime.artifacts.releases.gc import collect
 from cubin_runtime.config import Config
+from tests.artifacts.children import PACKAGE_ROOT
+from tests.artifacts.releases import Release, make_release, sha256
 
 KILLS = 4
 PREPARE = """

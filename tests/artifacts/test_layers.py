@@ -8,10 +8,10 @@ import stat
 from pathlib import Path
 
 import pytest
-from children import EVERYTHING, needs_mounts, run_child
-from releases import Release, make_release, visible_files, zip_tree
 
 from cubin_runtime.artifacts.store.store import Store
+from tests.artifacts.children import EVERYTHING, needs_mounts, run_child
+from tests.artifacts.releases import Release, make_release, visible_files, zip_tree
 
 NAME = "fmha/prefill.cubin"
 VERBS = """

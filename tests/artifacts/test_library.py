@@ -5,12 +5,12 @@ import os
 from pathlib import Path
 
 import pytest
-from releases import Release, make_release, visible_files, zip_tree
-from serving import FaultyServer, ok, status, wrong_bytes
 
 from cubin_runtime.artifacts.path import ArtifactPath
 from cubin_runtime.artifacts.store.store import Store
 from cubin_runtime.errors import CorruptError, MissingError, PinError, SourceError, StoreError, UsageError
+from tests.artifacts.releases import Release, make_release, visible_files, zip_tree
+from tests.artifacts.serving import FaultyServer, ok, status, wrong_bytes
 
 NAME = "fmha/prefill.cubin"
 

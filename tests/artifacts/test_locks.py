@@ -14,13 +14,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from releases import QUICK_POLICY, Release, make_release, visible_files
-from serving import FaultyServer
 
 from cubin_runtime.artifacts.releases.gc import collect
 from cubin_runtime.artifacts.store.locks import ShardLock, shard_of
 from cubin_runtime.artifacts.store.store import Store
 from cubin_runtime.errors import StoreError
+from tests.artifacts.releases import QUICK_POLICY, Release, make_release, visible_files
+from tests.artifacts.serving import FaultyServer
 
 NAME = "fmha/prefill.cubin"
 

@@ -4,13 +4,13 @@ import hashlib
 from contextlib import suppress
 
 import pytest
-from children import run_child
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cubin_runtime.artifacts.manifest import MAX_MANIFEST_BYTES, parse_manifest
 from cubin_runtime.artifacts.path import ArtifactPath
 from cubin_runtime.errors import CorruptError
+from tests.artifacts.children import run_child
 
 FOLDER = ArtifactPath("release/fmha")
 A = "a" * 64

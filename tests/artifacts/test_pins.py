@@ -7,7 +7,6 @@ from itertools import permutations
 from pathlib import Path
 
 import pytest
-from releases import make_release, manifest_of
 
 from cubin_runtime.artifacts.path import ArtifactPath
 from cubin_runtime.artifacts.pins import bounded_toml
@@ -16,6 +15,7 @@ from cubin_runtime.artifacts.pins.pin import Pin, format_pin, parse_pins, read_m
 from cubin_runtime.artifacts.pins.pin_file import add_pin, make_pin
 from cubin_runtime.artifacts.pins.pin_set import PinSet
 from cubin_runtime.errors import PinError
+from tests.artifacts.releases import make_release, manifest_of
 
 PIN = Pin("one-1.0", ArtifactPath("one/fmha"), "a" * 64, 3, 900, 500, "c" * 64, "abi-1", "MIT", ("package",))
 

@@ -12,19 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fleet import (
-    COMMAND_LINE,
-    SMALL_CREWS,
-    children_of,
-    is_running,
-    start_fetcher,
-    start_python,
-    temporaries,
-    wait_until,
-    wrong_objects,
-)
-from releases import PATIENT_LIMITS, QUICK_POLICY, Release, make_release, visible_files
-from serving import FaultyServer, hang, ok, ok_for, serving, status, wrong_bytes
 
 from cubin_runtime.artifacts.fetch import process_pool
 from cubin_runtime.artifacts.fetch.process_pool import ProcessWorkerPool, WorkerError, _Worker
@@ -35,6 +22,19 @@ from cubin_runtime.artifacts.sources.source import FileRequest, RetryableError, 
 from cubin_runtime.artifacts.sources.source_list import WorkOrder
 from cubin_runtime.config import Config
 from cubin_runtime.errors import CorruptError, StoreError
+from tests.artifacts.fleet import (
+    COMMAND_LINE,
+    SMALL_CREWS,
+    children_of,
+    is_running,
+    start_fetcher,
+    start_python,
+    temporaries,
+    wait_until,
+    wrong_objects,
+)
+from tests.artifacts.releases import PATIENT_LIMITS, QUICK_POLICY, Release, make_release, visible_files
+from tests.artifacts.serving import FaultyServer, hang, ok, ok_for, serving, status, wrong_bytes
 
 FILES = {f"k{n:03}.bin": random.Random(n).randbytes(3000 + 10 * n) for n in range(60)}
 

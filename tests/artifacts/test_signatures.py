@@ -10,8 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from children import run_child
-from releases import Release, make_release
+
+from tests.artifacts.children import run_child
+from tests.artifacts.releases import Release, make_release
 
 pytest.importorskip("cryptography")
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey

@@ -9,7 +9,6 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from releases import Release, make_release, manifest_of, zip_tree
 
 from cubin_runtime.artifacts.path import ArtifactPath
 from cubin_runtime.artifacts.sources.archive import ArchiveSource
@@ -18,6 +17,7 @@ from cubin_runtime.artifacts.sources.package import PackageSource
 from cubin_runtime.artifacts.sources.source import FileRequest, NotHereError, parse_source, redact
 from cubin_runtime.artifacts.store.store import Store
 from cubin_runtime.errors import SourceError, UsageError
+from tests.artifacts.releases import Release, make_release, manifest_of, zip_tree
 
 NAME = "fmha/decode.cubin"
 

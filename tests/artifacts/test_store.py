@@ -5,12 +5,12 @@ import stat
 from pathlib import Path
 
 import pytest
-from children import ORDINARY_USER, needs_mounts, run_child
-from releases import sha256, visible_files
 
 from cubin_runtime.artifacts.bounded_read import NotRegularError, read_bounded
 from cubin_runtime.artifacts.store.store import QUARANTINE, Store
 from cubin_runtime.errors import CorruptError, MissingError, StoreError
+from tests.artifacts.children import ORDINARY_USER, needs_mounts, run_child
+from tests.artifacts.releases import sha256, visible_files
 
 DATA = b"bytes of a kernel" * 1000
 DIGEST = sha256(DATA)

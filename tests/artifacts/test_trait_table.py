@@ -3,12 +3,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from test_metadata_index import ROW, ROWS, table
 
 from cubin_runtime.artifacts.tables.metadata import MetadataError
 from cubin_runtime.artifacts.tables.metadata_columns import SELECTION_FIELDS, SELECTION_WORDS
 from cubin_runtime.artifacts.tables.metadata_index import MetadataIndex, build_index
 from cubin_runtime.artifacts.tables.trait_table import TraitTable, build_slots, table_bytes, traits_of
+from tests.artifacts.test_metadata_index import ROW, ROWS, table
 
 MANY = tuple(replace(ROW, symbol=f"fmhaSm100fKernel_{n:03}", row=n, head_dim_qk=64 + n) for n in range(300))
 

@@ -5,13 +5,13 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from releases import Release, zip_tree
-from serving import FaultyServer
 
 from cubin_runtime.artifacts.library import Library
 from cubin_runtime.artifacts.store.store import Store
 from cubin_runtime.artifacts.verification import default_jobs
 from cubin_runtime.errors import MissingError, PinError, UsageError
+from tests.artifacts.releases import Release, zip_tree
+from tests.artifacts.serving import FaultyServer
 
 NAME = "fmha/prefill.cubin"
 

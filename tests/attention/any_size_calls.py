@@ -6,11 +6,10 @@ import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fast_path_calls import Call
-from trtllm_calls import MadeUpMemory
-
 from cubin_runtime.attention import Runtime, TensorView, append_kv, context_attention, mla_decode, paged_decode
 from cubin_runtime.launch.semaphore_workspace import SemaphoreWorkspace
+from tests.attention.fast_path_calls import Call
+from tests.attention.trtllm_calls import MadeUpMemory
 
 BUFFERS = SemaphoreWorkspace(semaphores=(0x7F_F100_0000_00, 8 << 20), scratch=(0x7F_F200_0000_00, 1 << 30))
 Arguments = dict[str, Any]

@@ -7,12 +7,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from adapter import ABIS, NATIVE, PUBLISHED, native_files, published_files
-from cubins import write_release
-
 from cubin_runtime import Config
 from cubin_runtime.artifacts.tables.metadata import HEADER_PATH
 from cubin_runtime.artifacts.tables.metadata_index import index_of_header
+from tests.golden.adapter import ABIS, NATIVE, PUBLISHED, native_files, published_files
+from tests.golden.cubins import write_release
 
 
 def both_releases_in(folder: Path, is_used: Callable[[Mapping[str, Any]], bool]) -> Config:

@@ -6,18 +6,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from attention_examples import RELEASE_NAME, build_release, describe_release
-from context_examples import KERNELS as CONTEXT_KERNELS
-from decode_kernels import HOPPER
-from latent_examples import E4M3_KERNELS
-from mla_examples import KERNELS as MLA_KERNELS
-from mla_examples import PORTABLE as PORTABLE_MLA_KERNELS
-from stub_release import build_stub_release
 
 from cubin_runtime import Config
 from cubin_runtime.attention import Runtime
 from cubin_runtime.launch.driver import Driver
 from cubin_runtime.testing import GraphDriver, StandIn
+from tests.attention.attention_examples import RELEASE_NAME, build_release, describe_release
+from tests.attention.latent_examples import E4M3_KERNELS
+from tests.attention.stub_release import build_stub_release
+from tests.kernels.context_examples import KERNELS as CONTEXT_KERNELS
+from tests.kernels.decode_kernels import HOPPER
+from tests.kernels.mla_examples import KERNELS as MLA_KERNELS
+from tests.kernels.mla_examples import PORTABLE as PORTABLE_MLA_KERNELS
 
 
 @pytest.fixture(scope="session")

@@ -7,8 +7,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from trtllm_calls import MadeUpMemory, context_arguments, decode_arguments, mla_arguments, ragged_arguments
-from xqa_calls import (
+from cubin_runtime.attention import Runtime, TensorView
+from cubin_runtime.compat import flashinfer
+from cubin_runtime.testing import StandIn
+from tests.attention.trtllm_calls import (
+    MadeUpMemory,
+    context_arguments,
+    decode_arguments,
+    mla_arguments,
+    ragged_arguments,
+)
+from tests.attention.xqa_calls import (
     HEAD_DIM,
     HEADS,
     mla_batch_arguments,
@@ -17,10 +26,6 @@ from xqa_calls import (
     xqa_batch_arguments,
     xqa_mla_arguments,
 )
-
-from cubin_runtime.attention import Runtime, TensorView
-from cubin_runtime.compat import flashinfer
-from cubin_runtime.testing import StandIn
 
 CONTEXTS = (0xC000, 0xC001)  # of the stand-in's devices 0 and 1
 Make = Callable[[MadeUpMemory], dict[str, Any]]

@@ -11,18 +11,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from device_calls import ON_NATIVE_KERNELS, ON_TRTLLM_GEN_KERNELS, native_ragged_arguments
-from trtllm_calls import MadeUpMemory, context_arguments, decode_arguments, mla_arguments, ragged_arguments
-from xqa_calls import (
-    mla_batch_arguments,
-    mla_list_arguments,
-    mla_list_arguments_of_656_bytes,
-    mla_list_arguments_of_ragged_queries,
-    trtllm_arguments,
-    xqa_arguments,
-    xqa_batch_arguments,
-)
-
 from cubin_runtime.attention import (
     Runtime,
     TensorView,
@@ -47,6 +35,23 @@ from cubin_runtime.launch.regions import REGION_ALIGNMENT
 from cubin_runtime.launch.semaphore_workspace import SemaphoreWorkspace
 from cubin_runtime.launch.workspace import Workspace
 from cubin_runtime.testing import StandIn
+from tests.attention.device_calls import ON_NATIVE_KERNELS, ON_TRTLLM_GEN_KERNELS, native_ragged_arguments
+from tests.attention.trtllm_calls import (
+    MadeUpMemory,
+    context_arguments,
+    decode_arguments,
+    mla_arguments,
+    ragged_arguments,
+)
+from tests.attention.xqa_calls import (
+    mla_batch_arguments,
+    mla_list_arguments,
+    mla_list_arguments_of_656_bytes,
+    mla_list_arguments_of_ragged_queries,
+    trtllm_arguments,
+    xqa_arguments,
+    xqa_batch_arguments,
+)
 
 Arguments = dict[str, Any]
 Outcome = tuple[Any, ...]

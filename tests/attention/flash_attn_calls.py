@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from trtllm_calls import MadeUpMemory
-
 from cubin_runtime.kernels.native.prefill.params import CONTEXT_ATTENTION
 from cubin_runtime.testing import StandIn
+from tests.attention.trtllm_calls import MadeUpMemory
 
 BATCH, HEADS, KV_HEADS, DIM = 3, 8, 2, 128
 TOKENS, KV_TOKENS, PAGES, PAGE, COLUMNS = 300, 900, 100, 64, 16

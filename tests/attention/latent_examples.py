@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from mla_examples import KERNELS
-
 from cubin_runtime.attention import TensorView
 from cubin_runtime.kernels.native.layouts import LAYOUTS
+from tests.kernels.mla_examples import KERNELS
 
 BATCH, HEADS, PAGES, PAGE, COLUMNS = 4, 16, 100, 64, 16
 PARAMS = LAYOUTS["PagedMlaDecodeParams"]

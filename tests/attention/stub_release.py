@@ -6,14 +6,13 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from attention_examples import RELEASE_NAME, pin_release
-from copying_kernels import COPYING_VARIANTS
-
 from cubin_runtime.kernels.native.layouts import LAYOUTS
 from kernels_src.build import build
 from kernels_src.kernel_cache import kernel_cache
 from kernels_src.toolchain import find_toolchain
 from kernels_src.variants import VARIANTS, Variant
+from tests.attention.attention_examples import RELEASE_NAME, pin_release
+from tests.kernels.copying_kernels import COPYING_VARIANTS
 
 SOURCE = """
 #include "PagedDecodeTmaParams.h"

@@ -6,9 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from attention_examples import H200
-from copying_examples import BATCH, COLUMNS, DIM, KV_HEADS, PAGE, PAGES, TOKENS, quantised_call, token_call, view
-from copying_examples import append_call as call
 
 from cubin_runtime.attention import BackendError, ClampedInputError, Runtime, append_kv, plan_append_kv
 from cubin_runtime.errors import UsageError
@@ -16,6 +13,20 @@ from cubin_runtime.kernels.native.append.params import APPEND_KV, APPEND_KV_QUAN
 from cubin_runtime.kernels.native.append.plan import reciprocal
 from cubin_runtime.launch.driver import DeviceFacts
 from cubin_runtime.testing import StandIn
+from tests.attention.attention_examples import H200
+from tests.attention.copying_examples import (
+    BATCH,
+    COLUMNS,
+    DIM,
+    KV_HEADS,
+    PAGE,
+    PAGES,
+    TOKENS,
+    quantised_call,
+    token_call,
+    view,
+)
+from tests.attention.copying_examples import append_call as call
 
 LATENT = view("bfloat16", PAGES, PAGE, 576, at=0x7F0030000000)
 

@@ -6,11 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from copying_examples import BATCH, DIM, KV_HEADS, append_call, merge_call, quantised_call, token_call, view
-from tracing_files import definitions, workloads
 
 from cubin_runtime.attention import Runtime, append_kv, merge_states, plan_append_kv
 from cubin_runtime.debug.tracing import Recorder
+from tests.attention.copying_examples import (
+    BATCH,
+    DIM,
+    KV_HEADS,
+    append_call,
+    merge_call,
+    quantised_call,
+    token_call,
+    view,
+)
+from tests.attention.tracing_files import definitions, workloads
 
 DENSE = {name: view("bfloat16", BATCH, 3, KV_HEADS, DIM, at=0x7F0000100000) for name in ("key", "value")}
 FORMS: dict[str, dict[str, Any]] = {

@@ -6,16 +6,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from append_reference import append_kv_reference, token_positions
 
 from cubin_runtime.attention.operator import Call
 from cubin_runtime.attention.operators.append_kv import APPEND_KV, AppendOptions
 from cubin_runtime.debug.tracing.append import traced_append
+from tests.attention.append_reference import append_kv_reference, token_positions
 
 pytestmark = pytest.mark.torch
 torch = pytest.importorskip("torch")
 
-from test_tracing_reference import view_of  # noqa: E402  (it needs torch)
+from tests.attention.test_tracing_reference import view_of  # noqa: E402  (it needs torch)
 
 KV_HEADS, DIM, PAGE, PAGES, COLUMNS, TOKENS = 2, 32, 8, 30, 6, 12
 LENGTHS, BEGINS = (21, 2, 9, 40), (0, 5, 5, 9, 11)

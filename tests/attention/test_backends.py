@@ -4,11 +4,11 @@ import warnings
 from dataclasses import replace
 
 import pytest
-from attention_examples import H200
 
 from cubin_runtime.attention.backends import BackendError, find_backend, resolve_backend
 from cubin_runtime.errors import UsageError
 from cubin_runtime.launch.driver import DeviceFacts
+from tests.attention.attention_examples import H200
 
 
 def device(major: int, minor: int) -> DeviceFacts:

@@ -6,11 +6,11 @@ import gc
 from dataclasses import replace
 
 import pytest
-from attention_examples import Tensors
 
 from cubin_runtime.attention import Runtime, plan_paged_decode
 from cubin_runtime.errors import UsageError
 from cubin_runtime.testing import StandIn
+from tests.attention.attention_examples import Tensors
 
 GOOD = Tensors()
 CACHES = ("k_cache", "v_cache")

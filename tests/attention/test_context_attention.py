@@ -7,23 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from attention_examples import H200
-from context_calls import (
-    BATCH,
-    COLUMNS,
-    DIM,
-    HEADS,
-    KV_HEADS,
-    KV_TOKENS,
-    PAGE,
-    PAGES,
-    TOKENS,
-    even_call,
-    paged_call,
-    ragged_call,
-    view,
-)
-from trtllm_calls import MadeUpMemory
 
 from cubin_runtime.attention import (
     BackendError,
@@ -38,6 +21,23 @@ from cubin_runtime.errors import UsageError
 from cubin_runtime.kernels.native.device_models import describe_device
 from cubin_runtime.kernels.native.layouts import LAYOUTS
 from cubin_runtime.testing import StandIn
+from tests.attention.attention_examples import H200
+from tests.attention.context_calls import (
+    BATCH,
+    COLUMNS,
+    DIM,
+    HEADS,
+    KV_HEADS,
+    KV_TOKENS,
+    PAGE,
+    PAGES,
+    TOKENS,
+    even_call,
+    paged_call,
+    ragged_call,
+    view,
+)
+from tests.attention.trtllm_calls import MadeUpMemory
 
 LOG2_E = math.log2(math.e)
 SCALE = view("float32", 1, pointer=0x7F0000007200)

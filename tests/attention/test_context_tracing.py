@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from context_calls import BATCH, HEADS, TOKENS, even_call, paged_call, ragged_call, view
-from tracing_files import definitions, workloads
 
 from cubin_runtime.attention import Runtime, context_attention, plan_context_attention
 from cubin_runtime.debug.tracing import Recorder
+from tests.attention.context_calls import BATCH, HEADS, TOKENS, even_call, paged_call, ragged_call, view
+from tests.attention.tracing_files import definitions, workloads
 
 FORMS: dict[str, tuple[dict[str, Any], str, list[str], list[str]]] = {
     "ragged_ragged": (ragged_call(), "gqa_ragged", ["tokens"], ["kv_tokens"]),

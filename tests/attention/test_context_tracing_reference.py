@@ -15,7 +15,7 @@ from cubin_runtime.debug.tracing.context import traced_context
 pytestmark = pytest.mark.torch
 torch = pytest.importorskip("torch")
 
-from test_tracing_reference import agree, view_of  # noqa: E402  (it needs torch)
+from tests.attention.test_tracing_reference import agree, view_of  # noqa: E402  (it needs torch)
 
 KV_HEADS, GROUP, DIM, PAGE, COLUMNS, PAGES = 2, 3, 16, 16, 6, 30
 HEADS = KV_HEADS * GROUP

@@ -8,9 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from append_reference import merge_states_reference
-from attention_examples import H200, Tensors
-from latent_examples import PARAMS, latent_call, view
 
 from cubin_runtime.attention import Runtime, mla_decode, paged_decode, plan_paged_decode
 from cubin_runtime.attention.reference import paged_decode_reference
@@ -18,6 +15,9 @@ from cubin_runtime.errors import UsageError
 from cubin_runtime.kernels.native.decode.params import PAGED_DECODE_TMA
 from cubin_runtime.launch.structs import StructLayout
 from cubin_runtime.testing import StandIn
+from tests.attention.append_reference import merge_states_reference
+from tests.attention.attention_examples import H200, Tensors
+from tests.attention.latent_examples import PARAMS, latent_call, view
 
 GLOBAL = view("int32", 4, pointer=0x7F0000006000)
 RANK = {"cp_world": 4, "cp_rank": 3, "cp_interleave": 16}

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from attention_examples import Tensors
 
 from cubin_runtime.attention import TensorView
 from cubin_runtime.attention.attention_operator import AttentionCall
@@ -15,6 +14,7 @@ from cubin_runtime.attention.operators.paged_decode import PAGED_DECODE, PagedDe
 from cubin_runtime.attention.paged_cache import cache_view
 from cubin_runtime.attention.scales import split_scale
 from cubin_runtime.errors import UsageError
+from tests.attention.attention_examples import Tensors
 
 GOOD = Tensors()
 E4M3 = "float8_e4m3fn"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from attention_examples import H200, Tensors
 
 from cubin_runtime.attention import ClampedInputError, PagedDecodePlan, Runtime, plan_paged_decode
 from cubin_runtime.errors import WorkspaceError
@@ -14,6 +13,7 @@ from cubin_runtime.kernels.native.launches import WORKSPACE_FIELDS
 from cubin_runtime.launch.regions import workspace_size
 from cubin_runtime.launch.semaphore_workspace import SemaphoreWorkspace
 from cubin_runtime.testing import StandIn
+from tests.attention.attention_examples import H200, Tensors
 
 RAGGED = Tensors().ragged(23)
 MANY = (1 << 31) - 1

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from attention_examples import H200, Tensors
 
 from cubin_runtime.attention import (
     ClampedInputError,
@@ -22,6 +21,7 @@ from cubin_runtime.kernels.native.decode.params import PAGED_DECODE_TMA, PAGED_D
 from cubin_runtime.launch.regions import workspace_size
 from cubin_runtime.launch.semaphore_workspace import SemaphoreWorkspace
 from cubin_runtime.testing import StandIn
+from tests.attention.attention_examples import H200, Tensors
 
 GOOD = Tensors()
 E4M3 = "float8_e4m3fn"

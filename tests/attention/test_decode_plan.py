@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from attention_examples import H200, RELEASE_NAME, Tensors
 
 from cubin_runtime import Config
 from cubin_runtime.attention import BackendError, ClampedInputError, PagedDecodePlan, Runtime, plan_paged_decode
@@ -15,6 +14,7 @@ from cubin_runtime.kernels.native.decode.params import PAGED_DECODE_TMA
 from cubin_runtime.launch.driver import Driver
 from cubin_runtime.launch.workspace import Workspace
 from cubin_runtime.testing import StandIn
+from tests.attention.attention_examples import H200, RELEASE_NAME, Tensors
 
 GOOD = Tensors()
 

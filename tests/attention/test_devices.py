@@ -7,14 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from attention_examples import Tensors
-from device_calls import CONTEXTS, at_once, stream_on
-from latent_examples import latent_call
 
 from cubin_runtime.attention import Runtime, mla_decode, paged_decode, plan_mla_decode, plan_paged_decode
 from cubin_runtime.errors import CubinRuntimeError, FrozenError, UsageError, WorkspaceError
 from cubin_runtime.launch.workspace import Workspace
 from cubin_runtime.testing import StandIn
+from tests.attention.attention_examples import Tensors
+from tests.attention.device_calls import CONTEXTS, at_once, stream_on
+from tests.attention.latent_examples import latent_call
 
 GQA = {name: getattr(Tensors(), name) for name in ("q", "k_cache", "v_cache", "page_table", "seq_lens", "out")}
 PLANS = {"paged_decode": plan_paged_decode, "mla_decode": plan_mla_decode}

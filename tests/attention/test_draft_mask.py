@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from attention_examples import H200
-from copying_examples import view
 
 from cubin_runtime.attention import Runtime, draft_mask, plan_draft_mask
 from cubin_runtime.errors import UsageError
 from cubin_runtime.kernels.native.draft_mask.params import DRAFT_MASK
 from cubin_runtime.testing import StandIn
+from tests.attention.attention_examples import H200
+from tests.attention.copying_examples import view
 
 PARENTS = view("int32", 4, 40)
 OUT = view("uint16", 4, 40, 4, at=0x7F0000100000)

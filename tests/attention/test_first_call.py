@@ -9,10 +9,10 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from attention_examples import Tensors
 
 import cubin_runtime
 from cubin_runtime.attention import Runtime, paged_decode
+from tests.attention.attention_examples import Tensors
 
 PACKAGE = str(Path(cubin_runtime.__file__).parent)
 COST_MODEL = ("cost_model.py", "kernel_costs.py")  # its number of calls follows from the kernels to choose from

@@ -8,9 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from adapter import ABIS, native_rows
-from cubins import cubin_of, write_release
-from kernel_headers import header_of
 
 from cubin_runtime import Config
 from cubin_runtime.artifacts.tables.metadata import HEADER_PATH
@@ -18,6 +15,9 @@ from cubin_runtime.attention import Runtime
 from cubin_runtime.errors import AbiError
 from cubin_runtime.launch.modules import LoadedKernel
 from cubin_runtime.testing import GraphDriver, StandIn
+from tests.artifacts.kernel_headers import header_of
+from tests.golden.adapter import ABIS, native_rows
+from tests.golden.cubins import cubin_of, write_release
 
 ROW = native_rows()[0]
 SM120_ROW = next(row for row in native_rows() if row["name"] == "portable_mla_decode_e4m3_latent512_sm120")

@@ -6,15 +6,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from attention_examples import H200
-from copying_examples import DIM, KV_HEADS, TOKENS, view
-from copying_examples import merge_call as call
 
 from cubin_runtime.attention import Runtime, merge_states, plan_merge_states
 from cubin_runtime.errors import UsageError
 from cubin_runtime.kernels.native.merge.params import MERGE_STATES
 from cubin_runtime.kernels.native.problem import LOG2_E
 from cubin_runtime.testing import StandIn
+from tests.attention.attention_examples import H200
+from tests.attention.copying_examples import DIM, KV_HEADS, TOKENS, view
+from tests.attention.copying_examples import merge_call as call
 
 OTHER = {"v_other": view("bfloat16", TOKENS, KV_HEADS, DIM), "s_other": view("float32", TOKENS, KV_HEADS)}
 

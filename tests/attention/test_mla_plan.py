@@ -8,9 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from attention_examples import H200
-from latent_examples import BATCH, COLUMNS, HEADS, PAGE, PAGES, PARAMS, latent_call, ragged_call, view
-from trtllm_calls import MadeUpMemory
 
 from cubin_runtime.attention import BackendError, ClampedInputError, MlaDecodePlan, Runtime, mla_decode, plan_mla_decode
 from cubin_runtime.errors import UsageError, WorkspaceError
@@ -18,6 +15,9 @@ from cubin_runtime.kernels.native.device_models import describe_device
 from cubin_runtime.launch.regions import workspace_size
 from cubin_runtime.launch.semaphore_workspace import SemaphoreWorkspace
 from cubin_runtime.testing import StandIn
+from tests.attention.attention_examples import H200
+from tests.attention.latent_examples import BATCH, COLUMNS, HEADS, PAGE, PAGES, PARAMS, latent_call, ragged_call, view
+from tests.attention.trtllm_calls import MadeUpMemory
 
 BF16, E4M3 = "bfloat16", "float8_e4m3fn"
 LOG2_E = math.log2(math.e)

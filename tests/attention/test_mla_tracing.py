@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from latent_examples import BATCH, HEADS, latent_call, ragged_call, view
-from tracing_files import definitions, workloads
 
 from cubin_runtime.attention import Runtime, mla_decode
 from cubin_runtime.debug.tracing import Recorder
+from tests.attention.latent_examples import BATCH, HEADS, latent_call, ragged_call, view
+from tests.attention.tracing_files import definitions, workloads
 
 MASK = view("uint16", BATCH, 3, 2)
 

@@ -16,7 +16,7 @@ from cubin_runtime.debug.tracing.mla import traced_mla_decode
 pytestmark = pytest.mark.torch
 torch = pytest.importorskip("torch")
 
-from test_tracing_reference import agree, view_of  # noqa: E402  (it needs torch)
+from tests.attention.test_tracing_reference import agree, view_of  # noqa: E402  (it needs torch)
 
 HEADS, LATENT, WIDTH, PAGE, LENGTHS = 3, 16, 80, 8, (21, 2, 0, 40)
 NUMBERS = {"softmax_scale": 0.3, "output_scale": 0.7, "max_seq_len": 64}

@@ -9,8 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from attention_examples import Tensors
-from trtllm_calls import MadeUpMemory
 
 from cubin_runtime.attention import Runtime, TensorView, paged_decode
 from cubin_runtime.attention.fast_path import full_path
@@ -20,6 +18,8 @@ from cubin_runtime.kernels.native.decode.params import PAGED_DECODE_TMA
 from cubin_runtime.launch.semaphore_workspace import SemaphoreWorkspace
 from cubin_runtime.tensor import _DLTensor
 from cubin_runtime.testing import StandIn
+from tests.attention.attention_examples import Tensors
+from tests.attention.trtllm_calls import MadeUpMemory
 
 GOOD = Tensors()
 E4M3 = "float8_e4m3fn"

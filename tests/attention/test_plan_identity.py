@@ -6,8 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from attention_examples import Tensors
-from trtllm_calls import MadeUpMemory
 
 from cubin_runtime.attention import PagedDecodePlan, Runtime, TensorView, paged_decode, plan_paged_decode
 from cubin_runtime.errors import UsageError
@@ -15,6 +13,8 @@ from cubin_runtime.kernels.native.decode.params import PAGED_DECODE_TMA
 from cubin_runtime.launch.semaphore_workspace import SemaphoreWorkspace
 from cubin_runtime.launch.workspace import Workspace
 from cubin_runtime.testing import StandIn
+from tests.attention.attention_examples import Tensors
+from tests.attention.trtllm_calls import MadeUpMemory
 
 LSE = TensorView.contiguous(0x7F0000006000, "float32", (4, 64))
 SCALE = TensorView.contiguous(0x7F0000007000, "float32", (1,))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from attention_examples import Tensors
 
 from cubin_runtime import BackendError, Runtime, UsageError, append_kv, plan_append_kv, plan_paged_decode
 from cubin_runtime.attention.described_tensors import describe_tensors
+from tests.attention.attention_examples import Tensors
 
 GOOD = Tensors()
 

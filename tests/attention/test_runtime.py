@@ -8,15 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from attention_examples import RELEASE_NAME
-from serving import serving
-from trtllm_examples import ROW
 
 from cubin_runtime import Config
 from cubin_runtime.attention import Runtime
 from cubin_runtime.attention.plan_cache import PlanCache
 from cubin_runtime.errors import MissingError, UsageError
 from cubin_runtime.testing import GraphDriver, StandIn
+from tests.artifacts.serving import serving
+from tests.attention.attention_examples import RELEASE_NAME
+from tests.kernels.trtllm_examples import ROW
 
 CHILD = """
 import os, sys

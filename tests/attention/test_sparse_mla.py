@@ -6,8 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from attention_examples import H200
-from sparse_mla_examples import HEADS, PAGE, PAGES, TOKENS, WIDTH, cache, sparse_call, view
 
 from cubin_runtime.attention import Runtime, TensorView, plan_sparse_mla_decode, sparse_mla_decode
 from cubin_runtime.attention.backends import BackendError
@@ -15,6 +13,8 @@ from cubin_runtime.errors import UsageError
 from cubin_runtime.kernels.native.problem import LOG2_E
 from cubin_runtime.kernels.native.sparse_mla.params import SPARSE_MLA_DECODE
 from cubin_runtime.testing import StandIn
+from tests.attention.attention_examples import H200
+from tests.attention.sparse_mla_examples import HEADS, PAGE, PAGES, TOKENS, WIDTH, cache, sparse_call, view
 
 
 def sent(standin: StandIn) -> dict[str, Any]:

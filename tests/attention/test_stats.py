@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from attention_examples import RELEASE_NAME
-from test_paged_decode import call
 
 from cubin_runtime import Config
 from cubin_runtime.attention import Runtime
 from cubin_runtime.testing import GraphDriver, StandIn
+from tests.attention.attention_examples import RELEASE_NAME
+from tests.attention.test_paged_decode import call
 
 
 def test_launches_plans_and_loads_are_counted(runtime: Runtime) -> None:

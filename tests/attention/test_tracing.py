@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from attention_examples import Tensors
-from tracing_files import definitions, workloads
 
 from cubin_runtime.attention import Runtime, TensorView, paged_decode, plan_paged_decode
 from cubin_runtime.debug.tracing import Constant, Recorder, Scalar, Tensor, TracedCall, record
 from cubin_runtime.errors import UsageError
+from tests.attention.attention_examples import Tensors
+from tests.attention.tracing_files import definitions, workloads
 
 GOOD = Tensors()
 _contiguous = TensorView.contiguous

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-import context_calls
 import pytest
-from attention_examples import Tensors
-from copying_examples import append_call, merge_call, token_call
-from latent_examples import latent_call
-from sparse_mla_examples import sparse_call
-from wrong_values import VALUES, untyped
 
 from cubin_runtime import attention
 from cubin_runtime.attention import Runtime
 from cubin_runtime.errors import UsageError
 from cubin_runtime.testing import StandIn
+from tests.attention import context_calls
+from tests.attention.attention_examples import Tensors
+from tests.attention.copying_examples import append_call, merge_call, token_call
+from tests.attention.latent_examples import latent_call
+from tests.attention.sparse_mla_examples import sparse_call
+from tests.attention.wrong_values import VALUES, untyped
 
 _TENSORS = ("q", "k_cache", "v_cache", "page_table", "seq_lens", "out")
 DECODE = {**{name: getattr(Tensors(), name) for name in _TENSORS}, "max_seq_len": 1000}

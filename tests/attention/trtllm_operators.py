@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from trtllm_calls import MadeUpMemory, context_arguments, decode_arguments, mla_arguments, ragged_arguments
 
 from cubin_runtime.attention import Runtime
 from cubin_runtime.attention.trtllm_gen.plan_key import bounded
@@ -17,6 +16,13 @@ from cubin_runtime.kernels.trtllm_gen.decision import decide_selected
 from cubin_runtime.kernels.trtllm_gen.parameter_values import DESCRIPTORS
 from cubin_runtime.kernels.trtllm_gen.params import KERNEL_PARAMS
 from cubin_runtime.testing import StandIn
+from tests.attention.trtllm_calls import (
+    MadeUpMemory,
+    context_arguments,
+    decode_arguments,
+    mla_arguments,
+    ragged_arguments,
+)
 
 Operator = tuple[Callable[..., Any], Callable[..., dict[str, Any]]]
 OPERATORS: dict[str, Operator] = {

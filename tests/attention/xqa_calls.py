@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from trtllm_calls import MadeUpMemory, mla_arguments
-
 from cubin_runtime.kernels.native.decode.params import PAGED_DECODE_TMA, PAGED_DECODE_TMA_E4M3
 from cubin_runtime.testing import StandIn
+from tests.attention.trtllm_calls import MadeUpMemory, mla_arguments
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE, PAGES, COLUMNS = 64, 8, 128, 64, 100, 16
 CACHE = (PAGES, PAGE, KV_HEADS, HEAD_DIM)

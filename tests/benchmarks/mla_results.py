@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from decode_results import ALONE_US, MATRIX, READ, measured_alike
-
 from benchmarks.decode.mla_cases import MlaCase, mla_cases
 from benchmarks.decode.mla_page import SCHEMA
 from benchmarks.decode.rows import Row, add_figures, mla_sizes
+from tests.benchmarks.decode_results import ALONE_US, MATRIX, READ, measured_alike
 
 
 def mla_time_us(case: MlaCase, fixed: float) -> float:

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from decode_kernels import HOPPER
 
 from benchmarks.calibration.candidates import shape_of
 from benchmarks.calibration.fitting import H200, Sample, device_of, errors, expanded, halves, samples_of, within
 from benchmarks.calibration.rows import Row
 from cubin_runtime.kernels.native.cost_model import H200 as COSTS
 from cubin_runtime.kernels.native.decode.select import DecodeSelection, select_decode
+from tests.kernels.decode_kernels import HOPPER
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 # Kernels whose KV tiles have 128 tokens where those made up have 64.

@@ -6,11 +6,11 @@ import math
 from typing import Any
 
 import pytest
-from decode_results import made_up_row, time_us
 
 from benchmarks.decode.bars import NO_BAR, Bar, at_least, at_most, ratio_or_share
 from benchmarks.decode.cases import PUBLISHED_BATCHES, SECTIONS, Case, cases_of, same, sections_of
 from benchmarks.decode.rows import add_figures, disagreements, is_out_of_reach, judge, line_of, tally
+from tests.benchmarks.decode_results import made_up_row, time_us
 
 PART = (at_least("ratio_fa2", 0.97), at_least("read_share", 0.95))
 

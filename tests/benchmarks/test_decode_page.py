@@ -7,10 +7,10 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from decode_results import made_up_report
 
 from benchmarks.decode.page import SINGLE_CALLS, figures
 from benchmarks.decode.tables import BEGIN, END, NOT_MEASURED, rewrite
+from tests.benchmarks.decode_results import made_up_report
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"

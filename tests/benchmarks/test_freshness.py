@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from decode_results import made_up_report
-from mla_results import made_up_mla_report
+
+from tests.benchmarks.decode_results import made_up_report
+from tests.benchmarks.mla_results import made_up_mla_report
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 

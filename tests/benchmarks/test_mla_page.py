@@ -6,10 +6,10 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from mla_results import made_up_mla_report
 
 from benchmarks.decode.mla_page import figures
 from benchmarks.decode.tables import NOT_MEASURED, report_of
+from tests.benchmarks.mla_results import made_up_mla_report
 
 
 def test_without_a_measurement_there_is_no_figure(tmp_path: Path) -> None:

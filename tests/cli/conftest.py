@@ -2,16 +2,13 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "artifacts"))
-
-from releases import Release, make_release
+from tests.artifacts.releases import Release, make_release
 
 RunJson = Callable[..., tuple[int, dict[str, Any]]]
 

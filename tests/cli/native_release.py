@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from json_shape import misfits
 
 from cubin_runtime import cli
 from cubin_runtime._version import KERNELS_VERSION
 from cubin_runtime.artifacts.tables.native_kernels import NativeKernel
 from cubin_runtime.cli.json_schema import schema_of
+from tests.cli.json_shape import misfits
 
 FOLDER = "ours-1"
 

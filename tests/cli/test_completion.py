@@ -6,9 +6,9 @@ import subprocess
 import sys
 
 import pytest
-from releases import Release
 
 from cubin_runtime.cli import completion, json_schema
+from tests.artifacts.releases import Release
 
 
 def test_names_of_releases(release: Release) -> None:

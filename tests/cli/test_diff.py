@@ -4,11 +4,11 @@ import os
 from pathlib import Path
 
 import pytest
-from kernel_headers import header_of
-from releases import Release, make_release
 
 from cubin_runtime.artifacts.tables.metadata import HEADER_PATH
 from cubin_runtime.cli import main
+from tests.artifacts.kernel_headers import header_of
+from tests.artifacts.releases import Release, make_release
 
 KERNEL = "fmhaSm100fKernel_A"
 

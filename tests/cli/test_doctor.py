@@ -9,11 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
-from releases import Release, make_release
-from serving import hang, serving
 
 from cubin_runtime import cli
 from cubin_runtime._version import KERNELS_VERSION
+from tests.artifacts.releases import Release, make_release
+from tests.artifacts.serving import hang, serving
 
 KEY = "d75a980182b10ab7d54bfed3c964073a0ee172f3daa62325af021a68f707511a"  # of RFC 8032, 7.1, test 1
 

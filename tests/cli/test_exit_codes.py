@@ -6,14 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from children import EVERYTHING, run_child
-from releases import Release, make_release
-from serving import serving, status
 
 from cubin_runtime.artifacts.library import Library
 from cubin_runtime.artifacts.store.store import Store
 from cubin_runtime.cli import main
 from cubin_runtime.errors import AbiError
+from tests.artifacts.children import EVERYTHING, run_child
+from tests.artifacts.releases import Release, make_release
+from tests.artifacts.serving import serving, status
 
 NAME = "fmha/prefill.cubin"
 FETCH = ["fetch", "made-1.0"]

@@ -9,11 +9,11 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from json_shape import misfits
 
 from cubin_runtime import cli
 from cubin_runtime.artifacts.tables.metadata import HEADER_PATH
 from cubin_runtime.cli.json_schema import schema_of
+from tests.cli.json_shape import misfits
 
 FOLDER = "small-1/fmha/trtllm-gen"
 TYPES = ("mDataTypeQ", "mDataTypeKv", "mDataTypeO")
@@ -110,9 +110,8 @@ def test_json_has_the_keys_of_a_record(capsys: pytest.CaptureFixture[str], argum
 def test_a_case_in_a_file_is_explained(
     capsys: pytest.CaptureFixture[str], arguments: list[str], tmp_path: Path
 ) -> None:
-    from example_cases import case_of
-
     from cubin_runtime.cli.example_call import Shapes
+    from tests.kernels.example_cases import case_of
 
     file = tmp_path / "case.json"
     file.write_text(json.dumps({"case": case_of(Shapes(batch=300))}))
@@ -121,9 +120,8 @@ def test_a_case_in_a_file_is_explained(
 
 @pytest.fixture
 def cases(tmp_path: Path) -> Path:
-    from example_cases import case_of
-
     from cubin_runtime.cli.example_call import Shapes
+    from tests.kernels.example_cases import case_of
 
     file = tmp_path / "cases.jsonl.gz"
     stated = [case_of(Shapes(batch=300)), case_of(Shapes(q_len=6, heads_kv=4))]

@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from decode_kernels import HOPPER, PORTABLE
-from native_release import explain_arguments, record, run
 
 from cubin_runtime import cli
+from tests.cli.native_release import explain_arguments, record, run
+from tests.kernels.decode_kernels import HOPPER, PORTABLE
 
 
 @pytest.fixture

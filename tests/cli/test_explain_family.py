@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from decode_kernels import HOPPER, PORTABLE
-from native_release import explain_arguments, record, run
 
 from cubin_runtime import cli
 from cubin_runtime.artifacts.tables.native_kernels import NativeKernel
@@ -18,6 +16,8 @@ from cubin_runtime.kernels.explanation import Facts
 from cubin_runtime.kernels.native.selection import Candidate, Selection
 from cubin_runtime.launch.driver import DeviceFacts
 from cubin_runtime.values import dataclass
+from tests.cli.native_release import explain_arguments, record, run
+from tests.kernels.decode_kernels import HOPPER, PORTABLE
 
 CHOSEN, REJECTED = HOPPER[:2]
 

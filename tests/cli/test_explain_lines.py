@@ -8,12 +8,6 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from context_examples import KERNELS as CONTEXT
-from copying_kernels import KERNELS as COPYING
-from decode_kernels import HOPPER, PORTABLE
-from mla_examples import KERNELS as MLA
-from trtllm_examples import recorded_kernels
-from variant_kernels import kernel_of
 
 from cubin_runtime.attention.explain import CallSizes, explain
 from cubin_runtime.cli import output
@@ -24,6 +18,12 @@ from cubin_runtime.kernels.trtllm_gen import explanation
 from cubin_runtime.kernels.trtllm_gen.errors import KernelMissing
 from cubin_runtime.kernels.trtllm_gen.traits import Policy
 from kernels_src.variants import VARIANTS
+from tests.kernels.context_examples import KERNELS as CONTEXT
+from tests.kernels.copying_kernels import KERNELS as COPYING
+from tests.kernels.decode_kernels import HOPPER, PORTABLE
+from tests.kernels.mla_examples import KERNELS as MLA
+from tests.kernels.trtllm_examples import recorded_kernels
+from tests.kernels.variant_kernels import kernel_of
 
 COLUMNS, LINES = 80, 10
 SPARSE = tuple(kernel_of(variant) for variant in VARIANTS if variant.operation == "sparse_mla_decode")

@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from decode_kernels import HOPPER
-from mla_examples import KERNELS, PORTABLE
-from native_release import explain_arguments, record, run
 
 from cubin_runtime import cli
+from tests.cli.native_release import explain_arguments, record, run
+from tests.kernels.decode_kernels import HOPPER
+from tests.kernels.mla_examples import KERNELS, PORTABLE
 
 
 @pytest.fixture

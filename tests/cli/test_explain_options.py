@@ -8,8 +8,6 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
-from example_cases import case_of
-from trtllm_examples import recorded_kernels
 
 from cubin_runtime import attention
 from cubin_runtime.attention.explain import CallSizes
@@ -23,6 +21,8 @@ from cubin_runtime.kernels.trtllm_gen.call import Call
 from cubin_runtime.kernels.trtllm_gen.calls import ContextCall, DecodeCall, RaggedCall
 from cubin_runtime.kernels.trtllm_gen.errors import KernelMissing, PlanRefused
 from cubin_runtime.kernels.trtllm_gen.traits import Policy
+from tests.kernels.example_cases import case_of
+from tests.kernels.trtllm_examples import recorded_kernels
 
 OURS = (
     attention.paged_decode,

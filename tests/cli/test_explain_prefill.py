@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from context_examples import KERNELS
-from decode_kernels import HOPPER
-from native_release import explain_arguments, record, run
 
 from cubin_runtime import cli
+from tests.cli.native_release import explain_arguments, record, run
+from tests.kernels.context_examples import KERNELS
+from tests.kernels.decode_kernels import HOPPER
 
 
 @pytest.fixture

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from decode_kernels import HOPPER
-from native_release import explain_arguments, record, run
-from variant_kernels import kernel_of
 
 from cubin_runtime import cli
 from kernels_src.variants import VARIANTS
+from tests.cli.native_release import explain_arguments, record, run
+from tests.kernels.decode_kernels import HOPPER
+from tests.kernels.variant_kernels import kernel_of
 
 KERNELS = tuple(kernel_of(v) for v in VARIANTS if v.operation == "sparse_mla_decode")
 

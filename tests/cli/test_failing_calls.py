@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from releases import make_release, zip_tree
 
 from cubin_runtime.artifacts.store.store import Store
 from cubin_runtime.cli import main
+from tests.artifacts.releases import make_release, zip_tree
 
 PACKAGE = str(Path(__file__).parents[2] / "cubin_runtime" / "artifacts")
 CALLS = ("open", "close")

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fleet import COMMAND_LINE, start_python, wait_until
-from releases import Release, make_release, visible_files
-from serving import FaultyServer, hang, serving, status, wrong_bytes
 
 from cubin_runtime.artifacts.store.store import Store
 from cubin_runtime.cli import main
+from tests.artifacts.fleet import COMMAND_LINE, start_python, wait_until
+from tests.artifacts.releases import Release, make_release, visible_files
+from tests.artifacts.serving import FaultyServer, hang, serving, status, wrong_bytes
 
 NAME = "fmha/prefill.cubin"
 

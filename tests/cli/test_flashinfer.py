@@ -7,9 +7,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from flashinfer_wheel import artifacts_text, make_tree, make_wheel
 
 from cubin_runtime.cli import main
+from tests.artifacts.flashinfer_wheel import artifacts_text, make_tree, make_wheel
 
 GROUP = "flashinfer-9.1.0"
 

@@ -11,10 +11,6 @@ from pathlib import Path
 
 import pytest
 import typer
-from children import PACKAGE_ROOT
-from fleet import COMMAND_LINE, start_python, wait_until
-from releases import Release, make_release
-from serving import hang, serving
 
 from cubin_runtime import cli
 from cubin_runtime._version import __version__
@@ -31,6 +27,10 @@ from cubin_runtime.errors import (
     StoreError,
     UsageError,
 )
+from tests.artifacts.children import PACKAGE_ROOT
+from tests.artifacts.fleet import COMMAND_LINE, start_python, wait_until
+from tests.artifacts.releases import Release, make_release
+from tests.artifacts.serving import hang, serving
 
 AGAIN = "interrupted; what came is in the store: run it again to continue"
 

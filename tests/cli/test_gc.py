@@ -4,9 +4,9 @@ import os
 from pathlib import Path
 
 import pytest
-from releases import Release, make_release, visible_files
 
 from cubin_runtime.cli import main
+from tests.artifacts.releases import Release, make_release, visible_files
 
 
 @pytest.fixture

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from small_release import ENTRY, FIXTURES, FOLDER, SmallRelease
 
 from cubin_runtime import cli
+from tests.cli.small_release import ENTRY, FIXTURES, FOLDER, SmallRelease
 
 
 @pytest.fixture

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from json_shape import misfits
-from releases import Release, make_release
 
 from cubin_runtime import cli
 from cubin_runtime.cli.json_schema import PAYLOADS, schema_of
+from tests.artifacts.releases import Release, make_release
+from tests.cli.json_shape import misfits
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "facts_sm_90a.cubin"
 NAME = "made/fmha/fmha/decode.cubin"

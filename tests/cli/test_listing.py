@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from small_release import ENTRY, FOLDER, SmallRelease
+
+from tests.cli.small_release import ENTRY, FOLDER, SmallRelease
 
 
 @pytest.fixture

@@ -12,12 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from children import PACKAGE_ROOT
-from releases import make_release, zip_tree
-from serving import resumable, serving
 
 from cubin_runtime.artifacts.manifest import MAX_MANIFEST_BYTES
 from cubin_runtime.artifacts.pins.pin import format_pin
+from tests.artifacts.children import PACKAGE_ROOT
+from tests.artifacts.releases import make_release, zip_tree
+from tests.artifacts.serving import resumable, serving
 
 LARGEST = 256 << 20
 # not ru_maxrss, which a child inherits from the process that started it

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from releases import Release, make_release
-from serving import serving
 
 from cubin_runtime.artifacts.library import Library
 from cubin_runtime.cli import main, output
 from cubin_runtime.errors import StoreError
+from tests.artifacts.releases import Release, make_release
+from tests.artifacts.serving import serving
 
 NAME = "fmha/prefill.cubin"
 

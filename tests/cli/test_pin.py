@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fleet import COMMAND_LINE, start_python
-from releases import Release, make_release
 
 from cubin_runtime.artifacts.atomic_write import changing
 from cubin_runtime.artifacts.pins.pin import parse_pins
@@ -16,6 +14,8 @@ from cubin_runtime.artifacts.pins.pin_file import add_pin
 from cubin_runtime.artifacts.pins.pin_set import PinSet
 from cubin_runtime.cli import main
 from cubin_runtime.errors import PinError
+from tests.artifacts.fleet import COMMAND_LINE, start_python
+from tests.artifacts.releases import Release, make_release
 
 
 @pytest.fixture

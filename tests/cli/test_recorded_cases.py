@@ -6,14 +6,14 @@ import lzma
 from pathlib import Path
 
 import pytest
-from example_cases import case_of
-from trtllm_examples import recorded_kernels
 
 from cubin_runtime.cli.example_call import Shapes
 from cubin_runtime.cli.recorded_cases import MAX_LINE_BYTES, CaseError, case_in, occupancy_of, problem_of, read_lines
 from cubin_runtime.cli.recorded_decisions import MARKERS, decide_lines, record_of_case
 from cubin_runtime.errors import MissingError, UsageError
 from cubin_runtime.kernels.trtllm_gen.traits import Policy
+from tests.kernels.example_cases import case_of
+from tests.kernels.trtllm_examples import recorded_kernels
 
 MLA = {"heads_q": 128, "heads_kv": 1, "head_dim": 576, "head_dim_v": 512}
 MISSED = Shapes(head_dim=512, heads_q=16, heads_kv=1, q_len=4)

@@ -9,15 +9,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from kernel_headers import header_of
-from releases import Release, make_release, sha256, zip_tree
-from serving import Action, announced_oversize, gzip_encoded, redirect, serving
 
 from cubin_runtime.artifacts.pins.pin import format_pin
 from cubin_runtime.artifacts.sources.failover import FetchPolicy
 from cubin_runtime.artifacts.store.store import Store
 from cubin_runtime.artifacts.tables.metadata import HEADER_PATH
 from cubin_runtime.cli import main
+from tests.artifacts.kernel_headers import header_of
+from tests.artifacts.releases import Release, make_release, sha256, zip_tree
+from tests.artifacts.serving import Action, announced_oversize, gzip_encoded, redirect, serving
 
 NAME = "fmha/prefill.cubin"
 ESCAPES = "\x1b]0;owned\x07\x1b[2J\u202e"

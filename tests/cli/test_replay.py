@@ -7,14 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from json_shape import misfits
-from recorded_calls import decode_call
 
 from cubin_runtime.cli import main
 from cubin_runtime.cli.json_schema import schema_of
 from cubin_runtime.debug.recorded.call import RecordedCall
 from cubin_runtime.debug.recorded.call_file import write_call
 from cubin_runtime.launch.driver import Driver
+from tests.attention.recorded_calls import decode_call
+from tests.cli.json_shape import misfits
 
 Shown = pytest.CaptureFixture[str]
 

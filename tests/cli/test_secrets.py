@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
-from releases import Release
-from serving import serving
 
 from cubin_runtime.artifacts.library import Library
 from cubin_runtime.cli import main
 from cubin_runtime.cli.redaction import redacted
 from cubin_runtime.config import Config
+from tests.artifacts.releases import Release
+from tests.artifacts.serving import serving
 
 SECRET = "s3cr3t"
 URLS = (

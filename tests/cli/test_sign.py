@@ -6,11 +6,11 @@ from datetime import datetime, tzinfo
 from pathlib import Path
 
 import pytest
-from releases import Release
 
 from cubin_runtime.artifacts.pins import signed_statement, signing
 from cubin_runtime.artifacts.pins.pin import parse_pins
 from cubin_runtime.cli import main
+from tests.artifacts.releases import Release
 
 pytest.importorskip("cryptography")
 

@@ -4,11 +4,11 @@ import os
 from pathlib import Path
 
 import pytest
-from children import EVERYTHING, run_child
-from releases import Release, zip_tree
 
 from cubin_runtime.artifacts.store.store import Store
 from cubin_runtime.cli import main
+from tests.artifacts.children import EVERYTHING, run_child
+from tests.artifacts.releases import Release, zip_tree
 
 NAME = "fmha/prefill.cubin"
 

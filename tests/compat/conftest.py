@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from attention_examples import RELEASE_NAME
-from stub_release import build_stub_release
-from trtllm_calls import MadeUpMemory
 
 from cubin_runtime import Config
 from cubin_runtime.attention import Runtime
 from cubin_runtime.testing import GraphDriver, StandIn
+from tests.attention.attention_examples import RELEASE_NAME
+from tests.attention.stub_release import build_stub_release
+from tests.attention.trtllm_calls import MadeUpMemory
 
 
 @pytest.fixture

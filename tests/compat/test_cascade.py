@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from copying_examples import DIM, KV_HEADS, TOKENS, view
-from trtllm_calls import MadeUpMemory
 
 from cubin_runtime.attention import Runtime
 from cubin_runtime.compat import flashinfer
 from cubin_runtime.errors import UsageError
 from cubin_runtime.kernels.native.merge.params import MERGE_STATES
 from cubin_runtime.testing import StandIn
+from tests.attention.copying_examples import DIM, KV_HEADS, TOKENS, view
+from tests.attention.trtllm_calls import MadeUpMemory
 
 V_A, V_B = (view("bfloat16", TOKENS, KV_HEADS, DIM, at=at) for at in (0x7F0000100000, 0x7F0000200000))
 S_A, S_B = (view("float32", TOKENS, KV_HEADS, at=at) for at in (0x7F0000003000, 0x7F0000004000))

@@ -7,14 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from device_calls import native_ragged_arguments
-from trtllm_calls import MadeUpMemory, context_arguments, made, tensor
 
 from cubin_runtime.attention import BackendError, Runtime
 from cubin_runtime.compat import flashinfer
 from cubin_runtime.errors import UsageError
 from cubin_runtime.kernels.native.prefill.params import CONTEXT_ATTENTION
 from cubin_runtime.testing import StandIn
+from tests.attention.device_calls import native_ragged_arguments
+from tests.attention.trtllm_calls import MadeUpMemory, context_arguments, made, tensor
 
 pytestmark = pytest.mark.usefixtures("hopper")
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from host_tensors import memory_of_host_tensors
-from xqa_calls import sent
 
 from cubin_runtime.attention import Runtime, torch_memory
 from cubin_runtime.attention.reference import paged_decode_reference
 from cubin_runtime.compat import flashinfer
 from cubin_runtime.testing import StandIn
+from tests.attention.host_tensors import memory_of_host_tensors
+from tests.attention.xqa_calls import sent
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch

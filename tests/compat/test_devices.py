@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import pytest
-from device_calls import CONTEXTS, ON_NATIVE_KERNELS, at_once, on_device, stream_on, tensors_of, with_two_devices
-from trtllm_calls import MadeUpMemory
-from xqa_calls import xqa_arguments
 
 from cubin_runtime.attention import Runtime
 from cubin_runtime.compat import flashinfer
 from cubin_runtime.errors import CubinRuntimeError, FrozenError, UsageError
 from cubin_runtime.testing import StandIn
+from tests.attention.device_calls import (
+    CONTEXTS,
+    ON_NATIVE_KERNELS,
+    at_once,
+    on_device,
+    stream_on,
+    tensors_of,
+    with_two_devices,
+)
+from tests.attention.trtllm_calls import MadeUpMemory
+from tests.attention.xqa_calls import xqa_arguments
 
 
 @pytest.fixture

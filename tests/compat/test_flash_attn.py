@@ -7,7 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from flash_attn_calls import (
+
+from cubin_runtime.compat import flash_attn, flash_attn_interface
+from cubin_runtime.errors import UsageError
+from cubin_runtime.testing import StandIn
+from tests.attention.flash_attn_calls import (
     BATCH,
     COLUMNS,
     DIM,
@@ -23,11 +27,7 @@ from flash_attn_calls import (
     sent,
     varlen_arguments,
 )
-from trtllm_calls import MadeUpMemory, made, tensor
-
-from cubin_runtime.compat import flash_attn, flash_attn_interface
-from cubin_runtime.errors import UsageError
-from cubin_runtime.testing import StandIn
+from tests.attention.trtllm_calls import MadeUpMemory, made, tensor
 
 pytestmark = pytest.mark.usefixtures("hopper")
 

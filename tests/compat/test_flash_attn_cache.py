@@ -5,7 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from flash_attn_calls import (
+
+from cubin_runtime.compat.flash_attn import flash_attn_with_kvcache
+from cubin_runtime.errors import UsageError
+from cubin_runtime.kernels.native.decode.params import PAGED_DECODE_TMA
+from cubin_runtime.testing import StandIn
+from tests.attention.flash_attn_calls import (
     BATCH,
     COLUMNS,
     DIM,
@@ -17,12 +22,7 @@ from flash_attn_calls import (
     cache_arguments,
     sent,
 )
-from trtllm_calls import MadeUpMemory, made, tensor
-
-from cubin_runtime.compat.flash_attn import flash_attn_with_kvcache
-from cubin_runtime.errors import UsageError
-from cubin_runtime.kernels.native.decode.params import PAGED_DECODE_TMA
-from cubin_runtime.testing import StandIn
+from tests.attention.trtllm_calls import MadeUpMemory, made, tensor
 
 pytestmark = pytest.mark.usefixtures("hopper")
 

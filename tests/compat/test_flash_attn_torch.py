@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from flash_attn_calls import BATCH, COLUMNS, DIM, HEADS, KV_HEADS, PAGE, PAGES, sent
-from host_tensors import memory_of_host_tensors
 
 from cubin_runtime.attention import Runtime
 from cubin_runtime.compat import flash_attn, flash_attn_interface
@@ -17,6 +15,8 @@ from cubin_runtime.kernels.native.append.params import APPEND_KV
 from cubin_runtime.kernels.native.decode.params import PAGED_DECODE_TMA
 from cubin_runtime.kernels.native.layouts import LAYOUTS
 from cubin_runtime.testing import StandIn
+from tests.attention.flash_attn_calls import BATCH, COLUMNS, DIM, HEADS, KV_HEADS, PAGE, PAGES, sent
+from tests.attention.host_tensors import memory_of_host_tensors
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch

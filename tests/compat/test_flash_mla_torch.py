@@ -7,7 +7,6 @@ import math
 from typing import Any
 
 import pytest
-from host_tensors import memory_of_host_tensors
 
 from cubin_runtime.attention import Runtime
 from cubin_runtime.compat import flash_mla
@@ -15,6 +14,7 @@ from cubin_runtime.errors import UsageError
 from cubin_runtime.kernels.native.mla.params import PAGED_MLA_DECODE
 from cubin_runtime.kernels.native.sparse_mla.params import SPARSE_MLA_DECODE
 from cubin_runtime.testing import StandIn
+from tests.attention.host_tensors import memory_of_host_tensors
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch

@@ -7,14 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from latent_examples import PARAMS
-from trtllm_calls import MadeUpMemory
-from xqa_calls import mla_batch_arguments, xqa_mla_arguments
 
 from cubin_runtime.attention import BackendError
 from cubin_runtime.compat import flashinfer
 from cubin_runtime.errors import UsageError
 from cubin_runtime.testing import StandIn
+from tests.attention.latent_examples import PARAMS
+from tests.attention.trtllm_calls import MadeUpMemory
+from tests.attention.xqa_calls import mla_batch_arguments, xqa_mla_arguments
 
 pytestmark = pytest.mark.usefixtures("hopper")
 

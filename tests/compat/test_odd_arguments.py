@@ -9,14 +9,20 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from trtllm_calls import MadeUpMemory, context_arguments, decode_arguments, mla_arguments, ragged_arguments
-from xqa_calls import xqa_arguments, xqa_batch_arguments
 
 from cubin_runtime.attention import Runtime, TensorView
 from cubin_runtime.compat import flashinfer
 from cubin_runtime.dtypes import ITEM_BYTES
 from cubin_runtime.errors import CubinRuntimeError, MissingError
 from cubin_runtime.testing import StandIn
+from tests.attention.trtllm_calls import (
+    MadeUpMemory,
+    context_arguments,
+    decode_arguments,
+    mla_arguments,
+    ragged_arguments,
+)
+from tests.attention.xqa_calls import xqa_arguments, xqa_batch_arguments
 
 OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., dict[str, Any]]]] = {
     "decode": (flashinfer.trtllm_batch_decode_with_kv_cache, decode_arguments),

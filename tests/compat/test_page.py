@@ -6,13 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from copying_examples import BATCH, DIM, KV_HEADS, PAGE, PAGES, TOKENS, view
 
 from cubin_runtime.attention import Runtime
 from cubin_runtime.compat import flashinfer
 from cubin_runtime.errors import UsageError
 from cubin_runtime.kernels.native.append.params import APPEND_KV
 from cubin_runtime.testing import StandIn
+from tests.attention.copying_examples import BATCH, DIM, KV_HEADS, PAGE, PAGES, TOKENS, view
 
 BOTH = view("bfloat16", PAGES, 2, PAGE, KV_HEADS, DIM, at=0x7F0010000000)
 

@@ -7,7 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from trtllm_calls import (
+
+from cubin_runtime.attention import Runtime
+from cubin_runtime.compat import flashinfer
+from cubin_runtime.errors import UsageError
+from cubin_runtime.testing import StandIn
+from tests.attention.trtllm_calls import (
     MadeUpMemory,
     context_arguments,
     decode_arguments,
@@ -16,11 +21,6 @@ from trtllm_calls import (
     ragged_arguments,
     tensor,
 )
-
-from cubin_runtime.attention import Runtime
-from cubin_runtime.compat import flashinfer
-from cubin_runtime.errors import UsageError
-from cubin_runtime.testing import StandIn
 
 pytestmark = pytest.mark.usefixtures("runtime")
 

@@ -8,13 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from trtllm_calls import MadeUpMemory, made, tensor
-from xqa_calls import (
-    SEMAPHORE_BYTES,
-    mla_list_arguments,
-    mla_list_arguments_of_656_bytes,
-    mla_list_arguments_of_ragged_queries,
-)
 
 from cubin_runtime.attention import BackendError, Runtime
 from cubin_runtime.attention.fast_path import operator_function
@@ -24,6 +17,13 @@ from cubin_runtime.errors import UsageError, WorkspaceError
 from cubin_runtime.kernels.native.problem import LOG2_E
 from cubin_runtime.kernels.native.sparse_mla.params import SPARSE_MLA_DECODE
 from cubin_runtime.testing import StandIn
+from tests.attention.trtllm_calls import MadeUpMemory, made, tensor
+from tests.attention.xqa_calls import (
+    SEMAPHORE_BYTES,
+    mla_list_arguments,
+    mla_list_arguments_of_656_bytes,
+    mla_list_arguments_of_ragged_queries,
+)
 
 pytestmark = pytest.mark.usefixtures("hopper")
 decode = flashinfer.trtllm_batch_decode_with_kv_cache_mla

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from host_tensors import memory_of_host_tensors
 
 from cubin_runtime.attention import Runtime, torch_memory
 from cubin_runtime.compat.flashinfer import trtllm_batch_decode_with_kv_cache_mla
 from cubin_runtime.kernels.native.sparse_mla.params import SPARSE_MLA_DECODE
 from cubin_runtime.testing import StandIn
+from tests.attention.host_tensors import memory_of_host_tensors
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch

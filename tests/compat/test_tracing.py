@@ -7,15 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from copying_examples import BATCH, TOKENS, token_call, view
-from device_calls import native_ragged_arguments
-from flash_attn_calls import cache_arguments, even_arguments, varlen_arguments
-from tracing_files import definitions, workloads
-from trtllm_calls import MadeUpMemory, context_arguments
-from xqa_calls import mla_batch_arguments, trtllm_arguments, xqa_arguments, xqa_batch_arguments, xqa_mla_arguments
 
 from cubin_runtime.compat import flash_attn, flash_attn_interface, flashinfer
 from cubin_runtime.debug.tracing import Recorder
+from tests.attention.copying_examples import BATCH, TOKENS, token_call, view
+from tests.attention.device_calls import native_ragged_arguments
+from tests.attention.flash_attn_calls import cache_arguments, even_arguments, varlen_arguments
+from tests.attention.tracing_files import definitions, workloads
+from tests.attention.trtllm_calls import MadeUpMemory, context_arguments
+from tests.attention.xqa_calls import (
+    mla_batch_arguments,
+    trtllm_arguments,
+    xqa_arguments,
+    xqa_batch_arguments,
+    xqa_mla_arguments,
+)
 
 
 def append_arguments(_: MadeUpMemory) -> dict[str, Any]:

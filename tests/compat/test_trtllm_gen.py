@@ -9,11 +9,17 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
-from trtllm_calls import MadeUpMemory, context_arguments, decode_arguments, mla_arguments, ragged_arguments
 
 from cubin_runtime.attention import Runtime, TensorView
 from cubin_runtime.attention.trtllm_gen import Scale
 from cubin_runtime.compat import flashinfer
+from tests.attention.trtllm_calls import (
+    MadeUpMemory,
+    context_arguments,
+    decode_arguments,
+    mla_arguments,
+    ragged_arguments,
+)
 
 FP8 = "float8_e4m3fn"
 DECODE = flashinfer.trtllm_batch_decode_with_kv_cache, decode_arguments

@@ -7,8 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from host_tensors import memory_of_host_tensors
-from trtllm_calls import MadeUpMemory
 
 from cubin_runtime.compat import flashinfer
 from cubin_runtime.compat.flash_attn.tensors import column
@@ -16,6 +14,8 @@ from cubin_runtime.compat.flashinfer.outputs import output_of
 from cubin_runtime.compat.flashinfer.xqa import _without_head
 from cubin_runtime.errors import UsageError
 from cubin_runtime.tensor import view_of
+from tests.attention.host_tensors import memory_of_host_tensors
+from tests.attention.trtllm_calls import MadeUpMemory
 
 E4M3 = "float8_e4m3fn"
 TOKENS, ROWS = 4, 130

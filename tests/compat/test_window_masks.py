@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from trtllm_calls import MadeUpMemory
-from xqa_calls import HEAD_DIM, HEADS, sent, trtllm_arguments, xqa_arguments, xqa_batch_arguments
 
 from cubin_runtime.attention.reference import paged_decode_reference
 from cubin_runtime.compat import flashinfer
 from cubin_runtime.testing import StandIn
+from tests.attention.trtllm_calls import MadeUpMemory
+from tests.attention.xqa_calls import HEAD_DIM, HEADS, sent, trtllm_arguments, xqa_arguments, xqa_batch_arguments
 
 pytestmark = pytest.mark.usefixtures("hopper")
 

@@ -6,15 +6,27 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from copying_examples import view
-from flash_attn_calls import cache_arguments, even_arguments, paged_varlen_arguments, varlen_arguments
-from trtllm_calls import MadeUpMemory, context_arguments, decode_arguments, mla_arguments, ragged_arguments
-from wrong_values import VALUES, untyped
-from xqa_calls import mla_batch_arguments, trtllm_arguments, xqa_arguments, xqa_batch_arguments, xqa_mla_arguments
 
 from cubin_runtime.attention import Runtime
 from cubin_runtime.compat import flash_attn, flash_attn_interface, flashinfer
 from cubin_runtime.testing import StandIn
+from tests.attention.copying_examples import view
+from tests.attention.flash_attn_calls import cache_arguments, even_arguments, paged_varlen_arguments, varlen_arguments
+from tests.attention.trtllm_calls import (
+    MadeUpMemory,
+    context_arguments,
+    decode_arguments,
+    mla_arguments,
+    ragged_arguments,
+)
+from tests.attention.wrong_values import VALUES, untyped
+from tests.attention.xqa_calls import (
+    mla_batch_arguments,
+    trtllm_arguments,
+    xqa_arguments,
+    xqa_batch_arguments,
+    xqa_mla_arguments,
+)
 
 Arguments = Callable[[MadeUpMemory], dict[str, Any]]
 

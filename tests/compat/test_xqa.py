@@ -9,14 +9,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from trtllm_calls import MadeUpMemory
-from xqa_calls import CACHE, HEAD_DIM, HEADS, KV_HEADS, PAGE, PAGES, sent, xqa_arguments
 
 from cubin_runtime.attention import Runtime
 from cubin_runtime.compat import flashinfer
 from cubin_runtime.compat.flashinfer import workspace
 from cubin_runtime.errors import WorkspaceError
 from cubin_runtime.testing import StandIn
+from tests.attention.trtllm_calls import MadeUpMemory
+from tests.attention.xqa_calls import CACHE, HEAD_DIM, HEADS, KV_HEADS, PAGE, PAGES, sent, xqa_arguments
 
 pytestmark = pytest.mark.usefixtures("hopper")
 

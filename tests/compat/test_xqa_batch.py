@@ -8,8 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from trtllm_calls import MadeUpMemory, made, tensor
-from xqa_calls import (
+
+from cubin_runtime.attention import Runtime
+from cubin_runtime.compat import flashinfer
+from cubin_runtime.errors import WorkspaceError
+from cubin_runtime.testing import StandIn
+from tests.attention.trtllm_calls import MadeUpMemory, made, tensor
+from tests.attention.xqa_calls import (
     CACHE,
     COLUMNS,
     HEAD_DIM,
@@ -22,11 +27,6 @@ from xqa_calls import (
     trtllm_arguments,
     xqa_batch_arguments,
 )
-
-from cubin_runtime.attention import Runtime
-from cubin_runtime.compat import flashinfer
-from cubin_runtime.errors import WorkspaceError
-from cubin_runtime.testing import StandIn
 
 pytestmark = pytest.mark.usefixtures("hopper")
 

@@ -8,13 +8,13 @@ from functools import partial
 from typing import Any
 
 import pytest
-from trtllm_calls import MadeUpMemory, made, tensor
-from xqa_calls import trtllm_arguments, xqa_arguments, xqa_batch_arguments
 
 from cubin_runtime.attention import BackendError, Runtime
 from cubin_runtime.compat import flashinfer
 from cubin_runtime.errors import UsageError
 from cubin_runtime.testing import StandIn
+from tests.attention.trtllm_calls import MadeUpMemory, made, tensor
+from tests.attention.xqa_calls import trtllm_arguments, xqa_arguments, xqa_batch_arguments
 
 pytestmark = pytest.mark.usefixtures("hopper")
 

@@ -10,10 +10,10 @@ from typing import Any
 from weakref import ref
 
 import numpy as np
-from append_reference import merge_states_reference
 
 from cubin_runtime.attention.reference import paged_decode_reference
 from cubin_runtime.distributed import ContextParallelMerge, HeadGather, KvPartition
+from tests.attention.append_reference import merge_states_reference
 
 PAGE = 16
 

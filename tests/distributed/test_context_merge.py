@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from divided_attention import DividedCase, left_of_a_merge, run_cases
-from parallel_ranks import run_ranks
 
 from cubin_runtime.distributed.context_merge import EXCHANGES
+from tests.distributed.divided_attention import DividedCase, left_of_a_merge, run_cases
+from tests.distributed.parallel_ranks import run_ranks
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.torch

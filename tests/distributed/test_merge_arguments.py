@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from divided_attention import merge_on_host
 
 from cubin_runtime.distributed import ContextParallelMerge, HeadGather, collectives, context_merge, head_gather
 from cubin_runtime.errors import UsageError
+from tests.distributed.divided_attention import merge_on_host
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch

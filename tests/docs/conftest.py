@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from sandbox import Sandbox, sandbox_in
+
+from tests.docs.sandbox import Sandbox, sandbox_in
 
 
 @pytest.fixture

@@ -8,17 +8,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-TESTS = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(TESTS.parent), *(str(TESTS / folder) for folder in ("gpu", "kernels"))]
+import numpy as np
 
-import numpy as np  # noqa: E402
-from decode_cases import DecodeCase  # noqa: E402
-from decode_device import DeviceCase, on_device  # noqa: E402
-from rehearsed_decode import RehearsalRuntime, rehearsal  # noqa: E402
-
-from cubin_runtime import Config  # noqa: E402
-from cubin_runtime.attention import Runtime  # noqa: E402
-from cubin_runtime.testing import StandIn  # noqa: E402
+from cubin_runtime import Config
+from cubin_runtime.attention import Runtime
+from cubin_runtime.testing import StandIn
+from tests.gpu.decode_cases import DecodeCase
+from tests.gpu.decode_device import DeviceCase, on_device
+from tests.gpu.rehearsed_decode import RehearsalRuntime, rehearsal
 
 NAMES = ("q", "k_cache", "v_cache", "page_table", "seq_lens", "out", "lse")
 

@@ -11,16 +11,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from context_examples import KERNELS as CONTEXT_KERNELS
-from decode_kernels import HOPPER
-from flashinfer_wheel import artifacts_text, make_tree, make_wheel
-from kernel_headers import header_of
-from mla_examples import KERNELS as MLA_KERNELS
-from native_release import explain_arguments
-from releases import Release, make_release
-from serving import FaultyServer, serving
-
 from cubin_runtime.artifacts.tables.metadata import HEADER_PATH
+from tests.artifacts.flashinfer_wheel import artifacts_text, make_tree, make_wheel
+from tests.artifacts.kernel_headers import header_of
+from tests.artifacts.releases import Release, make_release
+from tests.artifacts.serving import FaultyServer, serving
+from tests.cli.native_release import explain_arguments
+from tests.kernels.context_examples import KERNELS as CONTEXT_KERNELS
+from tests.kernels.decode_kernels import HOPPER
+from tests.kernels.mla_examples import KERNELS as MLA_KERNELS
 
 ROOT = Path(__file__).parents[2]
 STAND_INS = Path(__file__).with_name("stand_ins.sh")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from words import prose_of
+from tests.docs.words import prose_of
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 EARLIER = "earlier release of the kernels"

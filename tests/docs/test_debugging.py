@@ -12,9 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from attention_examples import Tensors
-from debugging_engine import Engine, engine_on
-from stub_release import RELEASE_NAME, build_stub_release
 
 from cubin_runtime import Config
 from cubin_runtime.attention import ClampedInputError, Runtime, RuntimeStats, paged_decode, plan_paged_decode
@@ -23,6 +20,9 @@ from cubin_runtime.debug.recorded.recorder import DEFAULT_BYTES, DEFAULT_CALLS
 from cubin_runtime.kernels.native.decode.params import PAGED_DECODE_TMA
 from cubin_runtime.launch.history import KEPT
 from cubin_runtime.testing import GraphDriver, StandIn
+from tests.attention.attention_examples import Tensors
+from tests.attention.stub_release import RELEASE_NAME, build_stub_release
+from tests.docs.debugging_engine import Engine, engine_on
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "debugging.md").read_text()

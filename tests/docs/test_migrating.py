@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from pages import blocks_of
+
+from tests.docs.pages import blocks_of
 
 pytestmark = pytest.mark.torch
 

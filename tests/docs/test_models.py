@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 
 import pytest
-from context_examples import KERNELS as CONTEXT_KERNELS
-from decode_kernels import HOPPER
-from mla_examples import KERNELS as MLA_KERNELS
-from native_release import explain_arguments
-from pages import PAGES
 
 from cubin_runtime import cli
+from tests.cli.native_release import explain_arguments
+from tests.docs.pages import PAGES
+from tests.kernels.context_examples import KERNELS as CONTEXT_KERNELS
+from tests.kernels.decode_kernels import HOPPER
+from tests.kernels.mla_examples import KERNELS as MLA_KERNELS
 
 ROWS = [
     [cell.strip() for cell in line.strip("|").split("|")]

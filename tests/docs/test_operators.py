@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import re
 
-from pages import PAGES, blocks_in, blocks_of
-from releases import visible_files
-from sandbox import Sandbox
+from tests.artifacts.releases import visible_files
+from tests.docs.pages import PAGES, blocks_in, blocks_of
+from tests.docs.sandbox import Sandbox
 
 PAGE = "docs/operators.md"
 

@@ -7,9 +7,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from pages import BLOCKS, ELSEWHERE, PAGES, ROOT, pages_with
-from python_blocks import problems_of
-from sandbox import Sandbox
+
+from tests.docs.pages import BLOCKS, ELSEWHERE, PAGES, ROOT, pages_with
+from tests.docs.python_blocks import problems_of
+from tests.docs.sandbox import Sandbox
 
 # `text` is what a program prints; the files of the others are read by the tests of the page that has them.
 OF_FILES = {"dockerfile": "docs/operators.md", "yaml": "docs/operators.md", "nginx": "docs/operators.md"}

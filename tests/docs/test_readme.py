@@ -6,13 +6,13 @@ import json
 import re
 
 import pytest
-from pages import ROOT
 
 from benchmarks.decode.freshness import is_fresh, pinned
 from cubin_runtime import attention
 from cubin_runtime.artifacts.cubins.cubin import Architecture
 from cubin_runtime.attention.backends import TABLE
 from kernels_src.variants import VARIANTS
+from tests.docs.pages import ROOT
 from tools.readme_figures import OPERATIONS, backend_matrix, headlines, support_matrix, written
 from tools.readme_figures import PAGES as TABLES
 

@@ -7,13 +7,13 @@ import json
 import re
 
 import pytest
-from decode_kernels import HOPPER
-from native_release import entry_of
-from pages import ROOT
-from releases import make_release
 
 from cubin_runtime._version import KERNELS_VERSION
 from cubin_runtime.artifacts.pins.pin import BUILTIN_PINS, parse_pins
+from tests.artifacts.releases import make_release
+from tests.cli.native_release import entry_of
+from tests.docs.pages import ROOT
+from tests.kernels.decode_kernels import HOPPER
 from tools.record_terminal import EXPLAINED, Shown, picture, record
 
 NAME = "recorded-1.0"

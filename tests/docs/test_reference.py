@@ -9,7 +9,8 @@ from types import ModuleType
 from typing import NamedTuple
 
 import pytest
-from pages import PAGES
+
+from tests.docs.pages import PAGES
 
 REFERENCE = {page: text for page, text in PAGES.items() if page.startswith("docs/reference/")}
 MODULES = re.findall(r"^\| `(cubin_runtime[\w.]*)` \|", REFERENCE["docs/reference/public.md"], re.MULTILINE)

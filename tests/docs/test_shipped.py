@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
-from pages import ROOT
 
 from cubin_runtime._version import KERNELS_VERSION
+from tests.docs.pages import ROOT
 
 BUILT = ROOT / "build" / "artifacts" / f"hopper-{KERNELS_VERSION}"
 CHECKSUMS = BUILT / "checksums.txt"

@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
-from pages import PAGES, ROOT
 
+from tests.docs.pages import PAGES, ROOT
 from tools.site_links import BESIDE, dead_links, names_asked_for
 from tools.site_tables import with_labels
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 
 import pytest
-from pages import PAGES, ROOT
-from stated import EARLIER, RESULTS, STATED, WITHOUT_KERNELS, Stated, hand_written, unexplained
+
+from tests.docs.pages import PAGES, ROOT
+from tests.docs.stated import EARLIER, RESULTS, STATED, WITHOUT_KERNELS, Stated, hand_written, unexplained
 
 sys.path.append(str(ROOT / "benchmarks"))
 

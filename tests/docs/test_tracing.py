@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from attention_examples import Tensors
-from pages import PAGES, blocks_of
-from stub_release import RELEASE_NAME, build_stub_release
 
 from cubin_runtime import Config
 from cubin_runtime.attention import Runtime
 from cubin_runtime.kernels.native.decode.params import PAGED_DECODE_TMA
 from cubin_runtime.testing import GraphDriver, StandIn
+from tests.attention.attention_examples import Tensors
+from tests.attention.stub_release import RELEASE_NAME, build_stub_release
+from tests.docs.pages import PAGES, blocks_of
 
 PAGE = "docs/tracing.md"
 

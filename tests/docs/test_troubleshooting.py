@@ -7,7 +7,8 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from pages import PAGES, ROOT
+
+from tests.docs.pages import PAGES, ROOT
 
 PAGE = PAGES["docs/troubleshooting.md"]
 QUOTED = re.findall(r"^\| `([^`]+)` \|", PAGE, re.MULTILINE)

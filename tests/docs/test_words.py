@@ -7,8 +7,9 @@ import inspect
 from pathlib import Path
 
 import pytest
-from pages import PAGES, ROOT
-from words import (
+
+from tests.docs.pages import PAGES, ROOT
+from tests.docs.words import (
     exported,
     messages_of,
     printed_by,

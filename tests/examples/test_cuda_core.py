@@ -10,10 +10,7 @@ import pytest
 
 pytest.importorskip("cuda.core", reason="needs cuda-core")
 
-from attention_examples import RELEASE_NAME
 from cuda.core import LEGACY_DEFAULT_STREAM, PER_THREAD_DEFAULT_STREAM, Stream
-from example_scripts import example_script
-from stub_release import build_stub_release
 
 from cubin_runtime import Config
 from cubin_runtime.artifacts.cubins.cubin import parse_cubin
@@ -22,6 +19,9 @@ from cubin_runtime.errors import CubinRuntimeError
 from cubin_runtime.launch.driver import Driver
 from cubin_runtime.launch.plan import LaunchAttributes, LaunchPlan
 from cubin_runtime.launch.streams import stream_handle
+from tests.attention.attention_examples import RELEASE_NAME
+from tests.attention.stub_release import build_stub_release
+from tests.gpu.example_scripts import example_script
 
 example = example_script("cuda_core_object_code")
 ITEM_BYTES = {"bfloat16": 2, "int32": 4}

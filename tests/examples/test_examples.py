@@ -11,16 +11,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from attention_examples import RELEASE_NAME
-from example_scripts import FOLDER, example_script
-from stub_release import build_stub_release
-from words import private_words
 
 from cubin_runtime import Config, Runtime
 from cubin_runtime.errors import DriverError
 from cubin_runtime.launch.driver import Driver
 from cubin_runtime.testing import CubinUnderTest, Device, GraphDriver, StandIn
 from kernels_src.toolchain import Toolchain, ToolchainError, find_toolchain
+from tests.attention.attention_examples import RELEASE_NAME
+from tests.attention.stub_release import build_stub_release
+from tests.docs.words import private_words
+from tests.gpu.example_scripts import FOLDER, example_script
 
 # Kernels that each sends: planned and plain calls, steps of the loop (whose launches are in graphs).
 LAUNCHES = {"mla_decode": 2, "speculative_tree": 1, "flashinfer_swap": 1, "one_artifact": 1, "continuous_batching": 4}

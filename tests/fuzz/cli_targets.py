@@ -16,11 +16,8 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from unittest.mock import patch
 
-sys.path.append(str(Path(__file__).parents[1] / "artifacts"))
-
-from releases import make_release
-
 from cubin_runtime.cli import main
+from tests.artifacts.releases import make_release
 
 CODES = frozenset({0, 2, 3, 4, 5, 6, 7, 8, 9, 130})
 _VARIABLES = ("SOURCES", "OFFLINE", "TIMEOUT", "RETRIES", "PROXY", "TOKENS", "PIN_KEYS", "LOG", "PROFILE", "CACHE")

@@ -13,8 +13,6 @@ from collections.abc import Callable
 from math import prod
 from pathlib import Path
 
-from cli_targets import CLI_TARGETS
-
 from cubin_runtime.artifacts.cubins.cubin import parse_cubin
 from cubin_runtime.artifacts.manifest import MANIFEST_NAME, parse_manifest
 from cubin_runtime.artifacts.path import ArtifactPath
@@ -27,6 +25,7 @@ from cubin_runtime.debug.recorded.call_file import parse_call
 from cubin_runtime.debug.recorded.references import NoReferenceError, reference_of
 from cubin_runtime.dtypes import ITEM_BYTES
 from cubin_runtime.errors import CorruptError, SourceError
+from tests.fuzz.cli_targets import CLI_TARGETS
 
 FOLDER = ArtifactPath("made/fmha")
 LIMIT = 1 << 16

@@ -1,21 +1,20 @@
-"""Write the hand-made part of the corpus: valid files, and one for each trick that the readers must refuse."""
+"""Write the hand-made part of the corpus: valid files, and one for each trick that the readers must refuse.
+
+``.venv/bin/python -m tests.fuzz.make_corpus`` runs it.
+"""
 
 from __future__ import annotations
 
 import io
 import struct
-import sys
 import tempfile
 import zipfile
 from pathlib import Path
 
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "artifacts"), str(HERE.parent / "attention"), str(HERE.parents[1])]
-
-from flashinfer_wheel import artifacts_text, make_tree  # noqa: E402
-from fuzz_inputs import CORPUS  # noqa: E402
-from kernel_headers import header_of  # noqa: E402
-from recorded_calls import call_bytes, decode_call, mla_call  # noqa: E402
+from tests.artifacts.flashinfer_wheel import artifacts_text, make_tree
+from tests.artifacts.kernel_headers import header_of
+from tests.attention.recorded_calls import call_bytes, decode_call, mla_call
+from tests.fuzz.fuzz_inputs import CORPUS
 
 A, B = "a" * 64, "b" * 64
 LINE = f"{A}  one.cubin\n"
@@ -120,7 +119,7 @@ def far_away() -> bytes:
 
 
 def cubins() -> dict[str, bytes]:
-    good = (HERE.parent / "fixtures" / "pair_sm_100f.cubin").read_bytes()
+    good = (Path(__file__).parents[1] / "fixtures" / "pair_sm_100f.cubin").read_bytes()
     table = struct.unpack_from("<Q", good, 40)[0]
     far = good[:40] + struct.pack("<Q", 1 << 63) + good[48:]
     many = good[:60] + b"\xff\xff" + good[62:]

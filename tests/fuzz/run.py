@@ -1,4 +1,4 @@
-"""Fuzz the readers of untrusted bytes for a time: ``run.py --seconds 30`` (all targets), prints what it saw.
+"""Fuzz the readers of untrusted bytes: ``.venv/bin/python -m tests.fuzz.run --seconds 30`` prints what it saw.
 
 An input that breaks a target is shrunk, kept in ``corpus/TARGET/found-*`` and named; the exit code is then 1.
 ``--keep`` also keeps the first input of each new way to be refused.
@@ -15,12 +15,11 @@ import sys
 import time
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
+import hypothesis
 
-import hypothesis  # noqa: E402
-from cli_targets import CLI_TARGETS  # noqa: E402
-from fuzz_inputs import CORPUS, changed, seeds_of  # noqa: E402
-from fuzz_targets import TARGETS  # noqa: E402
+from tests.fuzz.cli_targets import CLI_TARGETS
+from tests.fuzz.fuzz_inputs import CORPUS, changed, seeds_of
+from tests.fuzz.fuzz_targets import TARGETS
 
 ROUND = 500
 ROUND_OF_A_VERB = 50  # which takes a hundred times as long as a parser
@@ -100,10 +99,9 @@ def fuzz_all(targets: list[str], seconds: float, seed: int, jobs: int, keep: boo
     while waiting or running:
         while waiting and len(running) < jobs:
             name = waiting.pop(0)
-            command = [sys.executable, __file__, "--target", name, "--seconds", str(seconds), "--seed", str(seed)]
-            running.append(
-                subprocess.Popen([*command, *(["--keep"] if keep else [])], stdout=subprocess.PIPE, text=True)
-            )
+            options = ["--target", name, "--seconds", str(seconds), "--seed", str(seed), *(["--keep"] if keep else [])]
+            command = [sys.executable, "-m", "tests.fuzz.run", *options]
+            running.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
         child = running.pop(0)
         shown = child.communicate()[0]
         print(shown, end="", flush=True)

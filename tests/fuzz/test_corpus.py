@@ -7,12 +7,13 @@ import warnings
 from pathlib import Path
 
 import pytest
-from fuzz_inputs import CORPUS, changed, seeds_of
-from fuzz_targets import TARGETS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-HERE = Path(__file__).parent
+from tests.fuzz.fuzz_inputs import CORPUS, changed, seeds_of
+from tests.fuzz.fuzz_targets import TARGETS
+
+ROOT = Path(__file__).parents[2]
 CASES = [(target, file) for target in TARGETS for file in sorted((CORPUS / target).iterdir())]
 
 
@@ -63,9 +64,9 @@ def test_changed_inputs_stay_within_their_bound(data: st.DataObject) -> None:
 
 def run(*arguments: str, broken: str = "") -> subprocess.CompletedProcess[str]:
     """Run the fuzzer; ``broken`` is source that changes a target first."""
-    source = f"import sys; sys.path.insert(0, {str(HERE)!r}); sys.argv[0] = 'run.py'\nimport run\n{broken}\n"
+    source = f"import sys; sys.argv[0] = 'run.py'\nfrom tests.fuzz import run\n{broken}\n"
     command = [sys.executable, "-c", source + "raise SystemExit(run.main())", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
 def test_a_run_reports_seed_inputs_and_outcomes() -> None:

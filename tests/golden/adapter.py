@@ -24,9 +24,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from cubins import cubin_of, write_release
-from launches import Layout, differences, launch_of, values_of
-
 from cubin_runtime import Config
 from cubin_runtime.artifacts.tables.metadata import HEADER_PATH
 from cubin_runtime.artifacts.tables.metadata_columns import COLUMNS
@@ -56,6 +53,8 @@ from cubin_runtime.launch.tensormap import TensorMapSpec
 from cubin_runtime.launch.workspace import Workspace
 from cubin_runtime.testing import GraphDriver, StandIn
 from kernels_src.variants import VARIANTS
+from tests.golden.cubins import cubin_of, write_release
+from tests.golden.launches import Layout, differences, launch_of, values_of
 
 NATIVE, PUBLISHED = "hopper-golden", "trtllm-golden"
 ABIS = {NATIVE: "hopper-0.1.0", PUBLISHED: "trtllm-gen-0.6.13"}

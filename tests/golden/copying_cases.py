@@ -5,7 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from cases import _STEP_OPTIONS, FP8, HOPPERS, ITEM, Draw, Tensor, caches, moved, rows_of_tokens, scale, tensor
+from tests.golden.cases import (
+    _STEP_OPTIONS,
+    FP8,
+    HOPPERS,
+    ITEM,
+    Draw,
+    Tensor,
+    caches,
+    moved,
+    rows_of_tokens,
+    scale,
+    tensor,
+)
 
 _SCALES = (None, 0.7, "[]", "[1]", "[1, 1]")
 APPEND_OPTIONS: dict[str, Sequence[Any]] = {

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-from cases import BLACKWELLS, FP8, HOPPERS, Draw, Tensor, caches, moved, rows_of_tokens, scale, tensor
+from tests.golden.cases import BLACKWELLS, FP8, HOPPERS, Draw, Tensor, caches, moved, rows_of_tokens, scale, tensor
 
 FEW_SEMAPHORES = 128
 _SCALES = (0.0884, 0.7, "[]", "[1]")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from cases import _STEP_OPTIONS, FP8, HOPPERS, Draw, rows_of_tokens, scale, tensor
-from copying_cases import call_case
+from tests.golden.cases import _STEP_OPTIONS, FP8, HOPPERS, Draw, rows_of_tokens, scale, tensor
+from tests.golden.copying_cases import call_case
 
 OPTIONS: dict[str, Sequence[Any]] = {
     **_STEP_OPTIONS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from cases import _STEP_OPTIONS, HOPPERS, SCALES, Draw, moved, rows_of_tokens, scale, tensor
+from tests.golden.cases import _STEP_OPTIONS, HOPPERS, SCALES, Draw, moved, rows_of_tokens, scale, tensor
 
 _ROWS = ("plain", "padded", "by heads", "in a row")
 CONTEXT_OPTIONS: dict[str, Sequence[Any]] = {

@@ -1,4 +1,4 @@
-"""Record the golden launches anew: ``.venv/bin/python tests/golden/record.py``, then look at what it says has changed.
+"""Record the golden launches anew: ``.venv/bin/python -m tests.golden.record``, then look at what it says has changed.
 
 Run ``make artifacts`` first: the kernels' threads and shared memory come from what it built.
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -19,21 +18,17 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parents[1])]
+from cubin_runtime.testing import StandIn, build_standin
+from kernels_src.release import RELEASE
+from tests.golden import cases
+from tests.golden import copying_cases as copying
+from tests.golden import flashinfer_cases as flashinfer
+from tests.golden import list_cases as lists
+from tests.golden import prefill_cases as prefill
+from tests.golden.adapter import Session, layouts_now
+from tests.golden.launches import FILE, Layout, differences, read, write
 
-import cases  # noqa: E402
-import copying_cases as copying  # noqa: E402
-import flashinfer_cases as flashinfer  # noqa: E402
-import list_cases as lists  # noqa: E402
-import prefill_cases as prefill  # noqa: E402
-from adapter import Session, layouts_now  # noqa: E402
-from launches import FILE, Layout, differences, read, write  # noqa: E402
-
-from cubin_runtime.testing import StandIn, build_standin  # noqa: E402
-from kernels_src.release import RELEASE  # noqa: E402
-
-BUILT = HERE.parents[1] / "build" / "artifacts" / RELEASE
+BUILT = Path(__file__).parents[2] / "build" / "artifacts" / RELEASE
 MOST_REFUSALS = 8
 SHOWN = 20
 

@@ -11,11 +11,11 @@ from functools import cache
 from typing import Any
 
 import pytest
-from adapter import Session
-from launches import FILE, differences, read
 
 from cubin_runtime.testing import StandIn, build_standin
 from kernels_src.variants import VARIANTS
+from tests.golden.adapter import Session
+from tests.golden.launches import FILE, differences, read
 
 PARTS = 4
 SHOWN = 8

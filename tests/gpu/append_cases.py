@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from append_reference import append_kv_reference, token_positions
-from kv_scales import EXPANDED, FORMS, NUMBER, Scales, draw_kv_scales
 
 from cubin_runtime.attention.paged_cache import KV_SCALES
 from cubin_runtime.attention.values import bfloat16_bits, bfloat16_values, e4m3_bits
+from tests.attention.append_reference import append_kv_reference, token_positions
+from tests.gpu.kv_scales import EXPANDED, FORMS, NUMBER, Scales, draw_kv_scales
 
 UNTOUCHED = 0xA5
 _BITS = {"bfloat16": np.uint16, "float16": np.uint16, "float8_e4m3fn": np.uint8}

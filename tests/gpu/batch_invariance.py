@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from decode_compare import assert_close
-from decode_device import DeviceCase
-from seeds import SEED
 
 from cubin_runtime.attention import Runtime
+from tests.gpu.decode_compare import assert_close
+from tests.gpu.decode_device import DeviceCase
+from tests.gpu.seeds import SEED
 
 Bits = tuple[bytes, bytes]
 MOST_REFERENCED = 7

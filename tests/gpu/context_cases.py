@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from decode_values import KINDS, bits_of, normal_bits, values_of
-from kv_scales import FORMS as FORMS_OF_SCALES
-from kv_scales import draw_kv_scales
 
 from cubin_runtime.attention.context_reference import context_attention_reference
+from tests.gpu.decode_values import KINDS, bits_of, normal_bits, values_of
+from tests.gpu.kv_scales import FORMS as FORMS_OF_SCALES
+from tests.gpu.kv_scales import draw_kv_scales
 
 FORMS = ("ragged", "paged", "even")
 HEAD_DIMS = (64, 128, 192, 256)

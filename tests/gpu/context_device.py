@@ -9,14 +9,14 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from context_cases import ContextCase, ContextHost, context_host, context_reference_of, nan_of
-from decode_device import DeviceCase
-from decode_values import KINDS
-from kv_scales import kv_scale_arguments
 
 from cubin_runtime.attention import ContextAttentionPlan, Runtime, TensorView, plan_context_attention
 from cubin_runtime.launch.workspace import Workspace
 from cubin_runtime.testing.device import GUARD, POISON, DeviceArrays
+from tests.gpu.context_cases import ContextCase, ContextHost, context_host, context_reference_of, nan_of
+from tests.gpu.decode_device import DeviceCase
+from tests.gpu.decode_values import KINDS
+from tests.gpu.kv_scales import kv_scale_arguments
 
 
 class ContextDeviceCase(DeviceCase):

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from decode_masks import keys_before_windows, mask_words
-from decode_queries import Queries
-from decode_values import KINDS, normal_bits, values_of
-from kv_scales import Scales, draw_kv_scales
 
 from cubin_runtime.attention.reference import paged_decode_reference
+from tests.gpu.decode_masks import keys_before_windows, mask_words
+from tests.gpu.decode_queries import Queries
+from tests.gpu.decode_values import KINDS, normal_bits, values_of
+from tests.gpu.kv_scales import Scales, draw_kv_scales
 
 
 @dataclass(frozen=True, slots=True)

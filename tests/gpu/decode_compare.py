@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from decode_cases import DecodeCase
-from decode_values import KINDS, values_of
 
 from cubin_runtime.dtypes import BY_SHORT
 from cubin_runtime.testing.compare import assert_attention_close, assert_lse_close
+from tests.gpu.decode_cases import DecodeCase
+from tests.gpu.decode_values import KINDS, values_of
 
 __all__ = ["assert_close", "assert_lse_close", "assert_rounded", "score_error"]
 

@@ -10,12 +10,6 @@ from math import prod
 from typing import Any
 
 import numpy as np
-from decode_cases import DecodeCase, HostTensors, make_host, reference_of
-from decode_compare import assert_close, score_error
-from decode_masks import packed_words
-from decode_queries import lse_view, options_of, output_view, tokens_view, with_gaps
-from decode_values import KINDS
-from kv_scales import NUMBER, kv_scale_arguments
 
 from cubin_runtime.artifacts.tables.native_kernels import NativeKernel
 from cubin_runtime.attention import PagedDecodePlan, Runtime, TensorView, plan_paged_decode
@@ -25,6 +19,12 @@ from cubin_runtime.kernels.native.decode import select
 from cubin_runtime.kernels.native.decode.grids import Grid
 from cubin_runtime.launch.workspace import Workspace
 from cubin_runtime.testing.device import GUARD, POISON, DeviceArrays
+from tests.gpu.decode_cases import DecodeCase, HostTensors, make_host, reference_of
+from tests.gpu.decode_compare import assert_close, score_error
+from tests.gpu.decode_masks import packed_words
+from tests.gpu.decode_queries import lse_view, options_of, output_view, tokens_view, with_gaps
+from tests.gpu.decode_values import KINDS
+from tests.gpu.kv_scales import NUMBER, kv_scale_arguments
 
 OPERATION = "paged_decode"
 

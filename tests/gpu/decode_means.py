@@ -9,9 +9,10 @@ import math
 from dataclasses import replace
 
 import numpy as np
-from decode_cases import DecodeCase, HostTensors, Request, assemble, make_request, make_sinks
-from decode_masks import visible_keys
-from decode_values import values_of
+
+from tests.gpu.decode_cases import DecodeCase, HostTensors, Request, assemble, make_request, make_sinks
+from tests.gpu.decode_masks import visible_keys
+from tests.gpu.decode_values import values_of
 
 
 def make_means(case: DecodeCase, rng: np.random.Generator) -> HostTensors:

@@ -6,11 +6,11 @@ from math import prod
 from typing import Any
 
 import numpy as np
-from decode_masks import packed_words
-from decode_values import KINDS
 
 from cubin_runtime.attention import TensorView
 from cubin_runtime.testing.device import DeviceArrays
+from tests.gpu.decode_masks import packed_words
+from tests.gpu.decode_values import KINDS
 
 
 class Queries:

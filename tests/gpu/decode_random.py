@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from decode_cases import DecodeCase, edge_lengths
-from decode_masks import MASKS
-from kv_scales import FORMS, NUMBER
+
+from tests.gpu.decode_cases import DecodeCase, edge_lengths
+from tests.gpu.decode_masks import MASKS
+from tests.gpu.kv_scales import FORMS, NUMBER
 
 Q_DTYPES = {"bf16": ("bf16",), "fp16": ("fp16",), "e4m3": ("bf16", "fp16", "e4m3")}
 HEAD_DIMS = (32, 64, 128, 256, 512)

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from decode_device import DeviceCase
-from seeds import SEED
 
 from cubin_runtime.attention import ClampedInputError
+from tests.gpu.decode_device import DeviceCase
+from tests.gpu.seeds import SEED
 
 MOST_NAMED = 5
 

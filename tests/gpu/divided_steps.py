@@ -7,11 +7,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from divided_keys import DividedDecode, DividedProblem, assert_same
 
 from cubin_runtime import Config
 from cubin_runtime.attention import Runtime, merge_states
 from cubin_runtime.distributed import ContextParallelMerge, KvPartition
+from tests.gpu.divided_keys import DividedDecode, DividedProblem, assert_same
 
 GQA, MLA = DividedDecode(), DividedDecode(heads=16, kv_heads=0)
 

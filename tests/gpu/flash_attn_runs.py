@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from flash_attn_cases import FlashCase, appended, assert_near, case_values, expected, paged, sums_of
 
 from cubin_runtime.compat import flash_attn
+from tests.gpu.flash_attn_cases import FlashCase, appended, assert_near, case_values, expected, paged, sums_of
 
 OUT_TOLERANCE, LSE_TOLERANCE = 0.02, 2e-3
 

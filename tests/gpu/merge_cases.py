@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from append_reference import merge_states_reference
 
 from cubin_runtime.attention.values import bfloat16_bits, bfloat16_values
+from tests.attention.append_reference import merge_states_reference
 
 _BITS = {"bfloat16": np.uint16, "float16": np.float16, "float32": np.float32}
 _ERROR = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-20}

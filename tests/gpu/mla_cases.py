@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from decode_compare import score_error
-from decode_masks import mask_words, visible_keys
-from decode_queries import Queries
-from decode_values import KINDS, normal_bits, values_of
 
 from cubin_runtime.attention.reference import mla_decode_reference
+from tests.gpu.decode_compare import score_error
+from tests.gpu.decode_masks import mask_words, visible_keys
+from tests.gpu.decode_queries import Queries
+from tests.gpu.decode_values import KINDS, normal_bits, values_of
 
 ROPE = 64
 

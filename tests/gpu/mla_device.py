@@ -7,14 +7,14 @@ from contextlib import contextmanager
 from functools import cached_property
 
 import numpy as np
-from decode_device import DeviceCase, only_kernels
-from decode_queries import lse_view, options_of, output_view, tokens_view, with_gaps
-from decode_values import KINDS
-from mla_cases import MlaCase, MlaHost, mla_host, mla_reference_of
 
 from cubin_runtime.artifacts.tables.native_kernels import NativeKernel
 from cubin_runtime.attention import MlaDecodePlan, Runtime, TensorView, plan_mla_decode
 from cubin_runtime.testing.device import GUARD, DeviceArrays
+from tests.gpu.decode_device import DeviceCase, only_kernels
+from tests.gpu.decode_queries import lse_view, options_of, output_view, tokens_view, with_gaps
+from tests.gpu.decode_values import KINDS
+from tests.gpu.mla_cases import MlaCase, MlaHost, mla_host, mla_reference_of
 
 OPERATION = "paged_mla_decode"
 

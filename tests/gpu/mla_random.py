@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from decode_cases import edge_lengths
-from decode_masks import MASKS
-from mla_cases import MlaCase
+
+from tests.gpu.decode_cases import edge_lengths
+from tests.gpu.decode_masks import MASKS
+from tests.gpu.mla_cases import MlaCase
 
 HEADS = (1, 5, 8, 16, 32, 64, 128)
 # Heads and query tokens of requests of few rows, which have kernels of their own.

@@ -1,4 +1,4 @@
-"""Every causal model of transformers with our attention: ``python tests/gpu/model_sweep.py --out DIR``.
+"""Every causal model of transformers with our attention: ``python -m tests.gpu.model_sweep --out DIR``.
 
 Small random models, several processes on one GPU, each case beside transformers' own attention; ``sweep_cases`` has the
 cases. ``transformers_models.json`` is written after every model. Without a GPU, ``--device cpu`` puts the package's
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / part) for part in ("tests/integrations", "benchmarks")]
+sys.path.insert(0, str(ROOT / "benchmarks"))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("USE_HUB_KERNELS", "NO")
 
@@ -36,7 +36,7 @@ class Late(BaseException):
 def operators_of(device: str) -> Any:
     """The kernels, of the release that the benchmarks measure; on a CPU the references, for what the kernels take."""
     if device == "cpu":
-        from attention_stand_in import StandIn, in_domain
+        from tests.integrations.attention_stand_in import StandIn, in_domain
 
         return in_domain(StandIn().operators)
     from gpu_environment import built_sources
@@ -53,7 +53,8 @@ def operators_of(device: str) -> Any:
 def work(pipe: Connection, device: str) -> None:
     """A worker process: a row for each type of model that comes through the pipe."""
     import torch
-    from sweep_cases import swept
+
+    from tests.integrations.sweep_cases import swept
 
     torch.set_num_threads(1)
     operators = operators_of(device)
@@ -122,7 +123,7 @@ class Crew:
 
 def main() -> None:
     """Sweep, and write the rows of all models."""
-    from sweep_models import names
+    from tests.integrations.sweep_models import names
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from decode_values import KINDS, bits_of, values_of
-from kv_scales import draw_kv_scales, kv_scale_arguments
 
 from cubin_runtime.attention import Runtime, TensorView, plan_context_attention, plan_paged_decode
 from cubin_runtime.testing.device import POISON, DeviceArrays
+from tests.gpu.decode_values import KINDS, bits_of, values_of
+from tests.gpu.kv_scales import draw_kv_scales, kv_scale_arguments
 
 
 @dataclass(frozen=True)

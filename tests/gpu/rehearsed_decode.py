@@ -17,9 +17,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from decode_masks import keys_before_windows, visible_keys
-from decode_values import KINDS, bits_of, values_of
-from variant_kernels import kernel_of
 
 from cubin_runtime import Config
 from cubin_runtime.artifacts.path import ArtifactPath
@@ -34,6 +31,9 @@ from cubin_runtime.launch.plan import LaunchPlan
 from cubin_runtime.launch.tensormap import TensorMapSpec
 from cubin_runtime.testing import GraphDriver
 from kernels_src.variants import VARIANTS, Variant
+from tests.gpu.decode_masks import keys_before_windows, visible_keys
+from tests.gpu.decode_values import KINDS, bits_of, values_of
+from tests.kernels.variant_kernels import kernel_of
 
 TYPES = {code: name for name, code in ATTENTION_TYPES.items()}
 STRUCTS = {False: "PagedDecodeCopyParams", True: "PagedDecodeCopyE4m3Params"}  # by whether caches are e4m3

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import rehearsed_decode
-from decode_masks import visible_keys
-from decode_values import KINDS, bits_of, values_of
-from rehearsed_decode import TYPES, RehearsalRuntime, attend, mask_of, memory, query_rows, rehearsal
-from variant_kernels import kernel_of
 
 from kernels_src.variants import VARIANTS
+from tests.gpu import rehearsed_decode
+from tests.gpu.decode_masks import visible_keys
+from tests.gpu.decode_values import KINDS, bits_of, values_of
+from tests.gpu.rehearsed_decode import TYPES, RehearsalRuntime, attend, mask_of, memory, query_rows, rehearsal
+from tests.kernels.variant_kernels import kernel_of
 
 KERNELS = tuple(kernel_of(x) for x in VARIANTS if x.operation == "paged_mla_decode" and x.base_sm == "90")
 

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import rehearsed_decode
-from decode_values import KINDS, bits_of, values_of
-from rehearsed_decode import TYPES, RehearsalRuntime, attend, memory, rehearsal
-from sparse_mla_cases import SparseMlaCase, row_values
-from variant_kernels import kernel_of
 
 from kernels_src.variants import VARIANTS
+from tests.gpu import rehearsed_decode
+from tests.gpu.decode_values import KINDS, bits_of, values_of
+from tests.gpu.rehearsed_decode import TYPES, RehearsalRuntime, attend, memory, rehearsal
+from tests.gpu.sparse_mla_cases import SparseMlaCase, row_values
+from tests.kernels.variant_kernels import kernel_of
 
 KERNELS = tuple(kernel_of(x) for x in VARIANTS if x.operation == "sparse_mla_decode")
 

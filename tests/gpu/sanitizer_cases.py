@@ -14,16 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from decode_cases import DecodeCase
-from decode_device import OPERATION, on_device, only_grids
-from decode_random import WINDOWS, random_case
-from mla_cases import MlaCase
-from mla_device import is_portable, kernels_for, mla_kernels, mla_on_device
-from mla_random import random_mla_case
-from reduction_cases import CASES, assert_lse, assert_merged, lse_case, lse_of, make_partials, run_reduction
-from sanitizer_context import context_all
-from sanitizer_copying import copying_all
-from sanitizer_sparse_mla import sparse_mla_all
 
 from cubin_runtime import Config
 from cubin_runtime.artifacts.tables.native_kernels import NativeKernel
@@ -38,6 +28,16 @@ from cubin_runtime.kernels.native.reduction.select import choose_kernel
 from cubin_runtime.launch.driver import DeviceFacts
 from cubin_runtime.launch.prepared import PreparedLaunches
 from cubin_runtime.testing.device import DeviceArrays
+from tests.gpu.decode_cases import DecodeCase
+from tests.gpu.decode_device import OPERATION, on_device, only_grids
+from tests.gpu.decode_random import WINDOWS, random_case
+from tests.gpu.mla_cases import MlaCase
+from tests.gpu.mla_device import is_portable, kernels_for, mla_kernels, mla_on_device
+from tests.gpu.mla_random import random_mla_case
+from tests.gpu.reduction_cases import CASES, assert_lse, assert_merged, lse_case, lse_of, make_partials, run_reduction
+from tests.gpu.sanitizer_context import context_all
+from tests.gpu.sanitizer_copying import copying_all
+from tests.gpu.sanitizer_sparse_mla import sparse_mla_all
 
 BUILT = Path(__file__).resolve().parents[2] / "build" / "artifacts"
 MOST_CASES = 150

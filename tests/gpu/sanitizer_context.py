@@ -5,10 +5,10 @@ from __future__ import annotations
 from itertools import product
 
 import numpy as np
-from context_cases import HEAD_DIMS, random_context_case
-from context_device import context_on_device
 
 from cubin_runtime.attention import Runtime
+from tests.gpu.context_cases import HEAD_DIMS, random_context_case
+from tests.gpu.context_device import context_on_device
 
 
 def context_all(runtime: Runtime) -> set[str]:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
-from append_cases import UNTOUCHED, AppendArrays
-from append_cases import random_case as random_append
-from merge_cases import MergeArrays
-from merge_cases import random_case as random_merge
-from mirrored_arrays import MirroredArrays
 
 from cubin_runtime.attention import Runtime, draft_mask, plan_append_kv, plan_draft_mask, plan_merge_states
 from cubin_runtime.attention.step_plan import StepPlan
 from cubin_runtime.testing.device import DeviceArrays
+from tests.gpu.append_cases import UNTOUCHED, AppendArrays
+from tests.gpu.append_cases import random_case as random_append
+from tests.gpu.merge_cases import MergeArrays
+from tests.gpu.merge_cases import random_case as random_merge
+from tests.gpu.mirrored_arrays import MirroredArrays
 
 COPYING_CASES = 10  # of each
 _DTYPES = {"out": "uint16"}

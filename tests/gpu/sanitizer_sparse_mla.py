@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-from sparse_mla_cases import FORMS, SparseMlaCase
-from sparse_mla_device import sparse_mla_on_device
 
 from cubin_runtime.attention import Runtime
+from tests.gpu.sparse_mla_cases import FORMS, SparseMlaCase
+from tests.gpu.sparse_mla_device import sparse_mla_on_device
 
 
 def sparse_mla_all(runtime: Runtime, rng: np.random.Generator) -> set[str]:

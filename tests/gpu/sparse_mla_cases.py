@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
-from decode_values import KINDS, normal_bits, values_of
+
+from tests.gpu.decode_values import KINDS, normal_bits, values_of
 
 LATENT, BLOCK = 512, 128
 # Form of a row -> columns, and bytes.

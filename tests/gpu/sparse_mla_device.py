@@ -7,14 +7,21 @@ from contextlib import contextmanager
 from functools import cached_property
 
 import numpy as np
-from decode_device import DeviceCase
-from decode_queries import lse_view, output_view, tokens_view, with_gaps
-from decode_values import values_of
-from sparse_mla_cases import LATENT, SparseMlaCase, SparseMlaHost, out_kind, sparse_mla_host, sparse_mla_reference
 
 from cubin_runtime.attention import Runtime, SparseMlaDecodePlan, TensorView, plan_sparse_mla_decode
 from cubin_runtime.testing.compare import assert_attention_close
 from cubin_runtime.testing.device import GUARD, DeviceArrays
+from tests.gpu.decode_device import DeviceCase
+from tests.gpu.decode_queries import lse_view, output_view, tokens_view, with_gaps
+from tests.gpu.decode_values import values_of
+from tests.gpu.sparse_mla_cases import (
+    LATENT,
+    SparseMlaCase,
+    SparseMlaHost,
+    out_kind,
+    sparse_mla_host,
+    sparse_mla_reference,
+)
 
 
 class SparseMlaDeviceCase(DeviceCase):

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from append_cases import UNTOUCHED, AppendArrays, AppendCase, random_case
-from mirrored_arrays import MirroredArrays
-from seeds import SEED
 
 from cubin_runtime.attention import AppendKvPlan, ClampedInputError, Runtime, append_kv, plan_append_kv
 from cubin_runtime.kernels.native.constants import CONSTANTS
+from tests.gpu.append_cases import UNTOUCHED, AppendArrays, AppendCase, random_case
+from tests.gpu.mirrored_arrays import MirroredArrays
+from tests.gpu.seeds import SEED
 
 pytestmark = pytest.mark.gpu
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from context_cases import ContextCase, ContextHost, context_host
-from context_device import context_on_device
-from decode_values import bits_of, e4m3_table, values_of
-from graph_replays import replay_over
-from kv_scales import FORMS
 
 from cubin_runtime.attention import Runtime, TensorView
 from cubin_runtime.attention.scales import ScaleProduct
+from tests.gpu.context_cases import ContextCase, ContextHost, context_host
+from tests.gpu.context_device import context_on_device
+from tests.gpu.decode_values import bits_of, e4m3_table, values_of
+from tests.gpu.graph_replays import replay_over
+from tests.gpu.kv_scales import FORMS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("context_backend")]
 

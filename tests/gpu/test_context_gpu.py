@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from context_cases import ContextCase, ContextHost, context_host
-from context_device import context_on_device
-from graph_replays import replay_over
 
 from cubin_runtime.attention import ClampedInputError, Runtime
+from tests.gpu.context_cases import ContextCase, ContextHost, context_host
+from tests.gpu.context_device import context_on_device
+from tests.gpu.graph_replays import replay_over
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("context_backend")]
 

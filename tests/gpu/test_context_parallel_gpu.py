@@ -11,13 +11,12 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from divided_keys import DividedDecode, DividedProblem, assert_same  # noqa: E402  (it needs torch)
-from divided_steps import GQA, MLA, check_step, run_rank  # noqa: E402
-
 from cubin_runtime import Config  # noqa: E402
 from cubin_runtime.attention import Runtime, merge_states  # noqa: E402
 from cubin_runtime.compat import flashinfer  # noqa: E402
 from cubin_runtime.distributed import KvPartition  # noqa: E402
+from tests.gpu.divided_keys import DividedDecode, DividedProblem, assert_same  # noqa: E402  (it needs torch)
+from tests.gpu.divided_steps import GQA, MLA, check_step, run_rank  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 CASES = {

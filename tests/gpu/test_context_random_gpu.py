@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from context_cases import ContextCase, random_context_case
-from context_device import context_on_device
-from device_checks import assert_all_pass, assert_right_twice
-from seeds import SEED
 
 from cubin_runtime.attention import Runtime
+from tests.gpu.context_cases import ContextCase, random_context_case
+from tests.gpu.context_device import context_on_device
+from tests.gpu.device_checks import assert_all_pass, assert_right_twice
+from tests.gpu.seeds import SEED
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("context_backend")]
 

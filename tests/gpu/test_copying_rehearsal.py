@@ -8,19 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import mirrored_arrays
 import numpy as np
 import pytest
-import rehearsed_decode
-import sanitizer_copying
-import test_append_gpu as append
-import test_merge_gpu as merge
-from copying_kernels import COPYING_VARIANTS, KERNELS
-from host_kernels import BLOCK_EMULATOR, HostKernel
-from rehearsed_decode import RehearsalRuntime, rehearsal
 
 from cubin_runtime.kernels.native.draft_mask.params import DRAFT_MASK
 from cubin_runtime.testing import StandIn
+from tests.gpu import mirrored_arrays, rehearsed_decode, sanitizer_copying
+from tests.gpu import test_append_gpu as append
+from tests.gpu import test_merge_gpu as merge
+from tests.gpu.rehearsed_decode import RehearsalRuntime, rehearsal
+from tests.kernels.copying_kernels import COPYING_VARIANTS, KERNELS
+from tests.kernels_src.host_kernels import BLOCK_EMULATOR, HostKernel
 
 CTAS = 5  # whatever a plan says: but for draft masks, the kernels take any grid
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from example_scripts import example_script
 
 from cubin_runtime.attention import Runtime, TensorView, paged_decode, view_of
 from cubin_runtime.launch.semaphore_workspace import SemaphoreWorkspace
+from tests.gpu.example_scripts import example_script
 
 pytestmark = pytest.mark.gpu
 

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from decode_cases import DecodeCase, make_host, reference_of
-from decode_compare import assert_close
-from decode_device import on_device
-from device_checks import assert_reported
 
 from cubin_runtime.attention import ClampedInputError, Runtime
+from tests.gpu.decode_cases import DecodeCase, make_host, reference_of
+from tests.gpu.decode_compare import assert_close
+from tests.gpu.decode_device import on_device
+from tests.gpu.device_checks import assert_reported
 
 pytestmark = pytest.mark.gpu
 

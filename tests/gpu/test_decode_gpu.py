@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from decode_cases import DecodeCase, edge_lengths, reference_of
-from decode_compare import assert_close
-from decode_device import on_device
-from decode_random import HEAD_DIMS, PAGE_SIZES, Q_DTYPES
 
 from cubin_runtime.attention import Runtime
 from cubin_runtime.errors import FrozenError, WorkspaceError
 from cubin_runtime.testing import GraphDriver
+from tests.gpu.decode_cases import DecodeCase, edge_lengths, reference_of
+from tests.gpu.decode_compare import assert_close
+from tests.gpu.decode_device import on_device
+from tests.gpu.decode_random import HEAD_DIMS, PAGE_SIZES, Q_DTYPES
 
 pytestmark = pytest.mark.gpu
 

@@ -10,15 +10,15 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from decode_cases import DecodeCase, HostTensors, make_host, reference_of
-from decode_compare import assert_close, assert_lse_close, assert_rounded, score_error
-from decode_masks import keys_before_windows, mask_words, visible_keys
-from decode_means import make_means, means_of
-from decode_random import random_case
-from decode_values import KINDS, bits_of, e4m3_table, normal_bits, values_of
-from sanitizer_cases import spread_cases
 
 from cubin_runtime.attention.reference import bfloat16_bits, e4m3_bits, e4m3_values
+from tests.gpu.decode_cases import DecodeCase, HostTensors, make_host, reference_of
+from tests.gpu.decode_compare import assert_close, assert_lse_close, assert_rounded, score_error
+from tests.gpu.decode_masks import keys_before_windows, mask_words, visible_keys
+from tests.gpu.decode_means import make_means, means_of
+from tests.gpu.decode_random import random_case
+from tests.gpu.decode_values import KINDS, bits_of, e4m3_table, normal_bits, values_of
+from tests.gpu.sanitizer_cases import spread_cases
 
 SEEN = Callable[[int, int, "np.ndarray | None", int], np.ndarray]
 SMALL = (1, 17, 64, 130)

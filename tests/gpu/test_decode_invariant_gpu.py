@@ -5,19 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from batch_invariance import (  # noqa: F401
+
+from cubin_runtime.artifacts.tables.native_kernels import NativeKernel
+from cubin_runtime.attention import Runtime
+from tests.gpu.batch_invariance import (  # noqa: F401
     InvarianceTarget,
     test_bounds_tables_and_pages_do_not_matter,
     test_every_position_of_a_batch_gives_the_same_bits,
     test_ragged_queries_and_their_bound_do_not_matter,
     test_streams_graphs_and_pdl_do_not_matter,
 )
-from decode_cases import DecodeCase, assemble, make_request, make_sinks
-from decode_device import decode_kernels, on_device
-from seeds import SEED
-
-from cubin_runtime.artifacts.tables.native_kernels import NativeKernel
-from cubin_runtime.attention import Runtime
+from tests.gpu.decode_cases import DecodeCase, assemble, make_request, make_sinks
+from tests.gpu.decode_device import decode_kernels, on_device
+from tests.gpu.seeds import SEED
 
 pytestmark = pytest.mark.gpu
 

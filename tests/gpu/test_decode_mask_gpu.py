@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from decode_cases import DecodeCase
-from decode_compare import assert_lse_close, assert_rounded
-from decode_device import on_device
-from decode_means import make_means, means_of
-from decode_random import HEAD_DIMS, random_case
-from seeds import SEED
 
 from cubin_runtime.attention import Runtime
+from tests.gpu.decode_cases import DecodeCase
+from tests.gpu.decode_compare import assert_lse_close, assert_rounded
+from tests.gpu.decode_device import on_device
+from tests.gpu.decode_means import make_means, means_of
+from tests.gpu.decode_random import HEAD_DIMS, random_case
+from tests.gpu.seeds import SEED
 
 pytestmark = pytest.mark.gpu
 

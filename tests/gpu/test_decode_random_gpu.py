@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from decode_cases import DecodeCase
-from decode_device import on_device
-from decode_random import random_case
-from device_checks import assert_all_pass, assert_right_twice
-from seeds import SEED
 
 from cubin_runtime.attention import Runtime
+from tests.gpu.decode_cases import DecodeCase
+from tests.gpu.decode_device import on_device
+from tests.gpu.decode_random import random_case
+from tests.gpu.device_checks import assert_all_pass, assert_right_twice
+from tests.gpu.seeds import SEED
 
 pytestmark = pytest.mark.gpu
 

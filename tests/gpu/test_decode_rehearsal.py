@@ -7,18 +7,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import sanitizer_cases
-import test_decode_clamping_gpu as clamping
-import test_decode_gpu as plain
-import test_decode_invariant_gpu as invariant
-import test_decode_mask_gpu as masks
-import test_decode_random_gpu as matrix
-import test_decode_streams_gpu as streams
-from decode_device import on_device
-from rehearsed_decode import KERNELS, RehearsalRuntime, rehearsal
 
 from cubin_runtime.attention import ClampedInputError
 from cubin_runtime.testing import StandIn
+from tests.gpu import sanitizer_cases
+from tests.gpu import test_decode_clamping_gpu as clamping
+from tests.gpu import test_decode_gpu as plain
+from tests.gpu import test_decode_invariant_gpu as invariant
+from tests.gpu import test_decode_mask_gpu as masks
+from tests.gpu import test_decode_random_gpu as matrix
+from tests.gpu import test_decode_streams_gpu as streams
+from tests.gpu.decode_device import on_device
+from tests.gpu.rehearsed_decode import KERNELS, RehearsalRuntime, rehearsal
 
 
 @pytest.fixture
@@ -35,7 +35,9 @@ def test_random_cases_run(runtime: RehearsalRuntime, chunk: int) -> None:
 
 def test_a_failing_case_is_named(runtime: RehearsalRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matrix, "CASES", 3)
-    monkeypatch.setattr("rehearsed_decode.attend", lambda q, k, v, scale, sinks: (q * 0 + 100, q[:, 0] * np.nan))
+    monkeypatch.setattr(
+        "tests.gpu.rehearsed_decode.attend", lambda q, k, v, scale, sinks: (q * 0 + 100, q[:, 0] * np.nan)
+    )
     with pytest.raises(AssertionError, match=rf"(?s)seed {matrix.SEED}: 3 of 3 fail.*case 3: .*DecodeCase\(lengths"):
         matrix.test_random_cases_match_float64(runtime, 1)
 
@@ -92,7 +94,7 @@ def test_a_request_is_found_in_every_batch(runtime: RehearsalRuntime, name: str)
 
 @pytest.fixture
 def arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rehearsed_decode.show_arithmetic", True)
+    monkeypatch.setattr("tests.gpu.rehearsed_decode.show_arithmetic", True)
 
 
 @pytest.mark.parametrize("name", ["bf16", "bf16 tree, window, sinks", "fp16 many heads"])
@@ -166,7 +168,7 @@ def test_scores_may_be_off_only_where_e4m3_meets_e4m3(
     allowed: bool,
 ) -> None:
     told: list[float] = []
-    monkeypatch.setattr("decode_device.assert_close", lambda *given: told.append(given[3]) or 0.0)
+    monkeypatch.setattr("tests.gpu.decode_device.assert_close", lambda *given: told.append(given[3]) or 0.0)
     wanted = plain.replace(plain.SMALL, kv_dtype="e4m3", q_dtype=q_dtype, rows=rows, head_dim=128)
     with on_device(runtime, wanted, rng) as case:
         case.run()
@@ -180,7 +182,7 @@ def test_a_wrong_result_ends_the_sanitizers_cases_only_after_all(
     def always_wrong(*args: object) -> None:
         raise AssertionError("off\nby much")
 
-    monkeypatch.setattr("decode_device.assert_close", always_wrong)
+    monkeypatch.setattr("tests.gpu.decode_device.assert_close", always_wrong)
     wrong = sanitizer_cases.WrongResults()
     count, used = sanitizer_cases.decode_all(runtime, rng, wrong)
     assert used == {kernel.name for kernel in KERNELS}

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from decode_cases import DecodeCase, make_host
-from decode_device import on_device
-from graph_replays import replay_over
-from kv_scales import FORMS
 
 from cubin_runtime.attention import Runtime
+from tests.gpu.decode_cases import DecodeCase, make_host
+from tests.gpu.decode_device import on_device
+from tests.gpu.graph_replays import replay_over
+from tests.gpu.kv_scales import FORMS
 
 pytestmark = pytest.mark.gpu
 BASE = DecodeCase(

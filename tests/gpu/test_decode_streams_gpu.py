@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from decode_cases import DecodeCase, HostTensors, assemble, make_request, make_sinks, reference_of
-from decode_compare import assert_close
-from decode_device import DeviceCase, on_device
-from graph_replays import replay_over
 
 from cubin_runtime.attention import Runtime
 from cubin_runtime.launch.workspace import Workspace
+from tests.gpu.decode_cases import DecodeCase, HostTensors, assemble, make_request, make_sinks, reference_of
+from tests.gpu.decode_compare import assert_close
+from tests.gpu.decode_device import DeviceCase, on_device
+from tests.gpu.graph_replays import replay_over
 
 pytestmark = pytest.mark.gpu
 

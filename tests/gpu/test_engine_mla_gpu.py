@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from decode_compare import assert_close
-from decode_values import KINDS
-from mla_cases import MlaCase, MlaHost, mla_host, mla_reference_of
 
 from cubin_runtime.attention import Runtime
+from tests.gpu.decode_compare import assert_close
+from tests.gpu.decode_values import KINDS
+from tests.gpu.mla_cases import MlaCase, MlaHost, mla_host, mla_reference_of
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
-from torch_cases import device_tensor  # noqa: E402  (it needs torch)
-
 from cubin_runtime.integrations.latent_batch import LatentDecodes, LatentOptions, attend_latent  # noqa: E402
+from tests.gpu.torch_cases import device_tensor  # noqa: E402  (it needs torch)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("mla_backend")]
 
@@ -94,12 +91,11 @@ def test_a_captured_step_follows_its_lengths(rng: np.random.Generator) -> None:
 
 
 @pytest.fixture
-def vllm_steps(monkeypatch: pytest.MonkeyPatch) -> Any:
+def vllm_steps() -> Any:
     """The steps of ``tests/integrations``, which import vLLM."""
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not importable")
-    monkeypatch.setattr(sys, "path", [*sys.path, str(Path(__file__).parents[1] / "integrations")])
-    import vllm_mla_steps
+    from tests.integrations import vllm_mla_steps
 
     return vllm_mla_steps
 

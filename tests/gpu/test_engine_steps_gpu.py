@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
-from step_records import RECORDS, array, expected, made_again  # noqa: E402  (it needs torch)
-
 from cubin_runtime import Runtime  # noqa: E402
 from cubin_runtime.integrations.paged_batch import PagedBatch, Part, attend  # noqa: E402
+from tests.integrations.step_records import RECORDS, array, expected, made_again  # noqa: E402  (it needs torch)
 
 STEPS = [
     pytest.param(record, id=f"{engine}: {name}")

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from example_scripts import example_script
 
 from cubin_runtime import Runtime
 from cubin_runtime.testing import Device
 from kernels_src.toolchain import ToolchainError, find_toolchain
+from tests.gpu.example_scripts import example_script
 
 pytestmark = pytest.mark.gpu
 

@@ -10,7 +10,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytestmark = pytest.mark.gpu
-from flash_attn_cases import (  # noqa: E402  (they need torch)
+from cubin_runtime.compat import flash_attn, flashinfer  # noqa: E402
+from tests.gpu.flash_attn_cases import (  # noqa: E402  (they need torch)
     CACHED,
     CASES,
     EVEN,
@@ -21,7 +22,7 @@ from flash_attn_cases import (  # noqa: E402  (they need torch)
     paged,
     sums_of,
 )
-from flash_attn_runs import (  # noqa: E402
+from tests.gpu.flash_attn_runs import (  # noqa: E402
     LSE_TOLERANCE,
     OUT_TOLERANCE,
     check_cache,
@@ -30,8 +31,6 @@ from flash_attn_runs import (  # noqa: E402
     check_ragged_over_pages,
     check_unpaged_cache,
 )
-
-from cubin_runtime.compat import flash_attn, flashinfer  # noqa: E402
 
 # What FlashInfer's context operators have; sinks there are float32.
 WITH_PEERS_OPTIONS = {name: case for name, case in CASES.items() if set(case.options) <= {"causal"} or name == "window"}

@@ -8,16 +8,15 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytestmark = pytest.mark.torch
-from flash_attn_cases import CACHED, CASES, EVEN  # noqa: E402  (they need torch)
-from flash_attn_runs import (  # noqa: E402
+from cubin_runtime.attention.context_reference import context_attention_reference  # noqa: E402
+from tests.gpu.flash_attn_cases import CACHED, CASES, EVEN  # noqa: E402  (they need torch)
+from tests.gpu.flash_attn_runs import (  # noqa: E402
     check_cache,
     check_even,
     check_ragged,
     check_ragged_over_pages,
     check_unpaged_cache,
 )
-
-from cubin_runtime.attention.context_reference import context_attention_reference  # noqa: E402
 
 
 def _numpy(tensor: Any) -> Any:

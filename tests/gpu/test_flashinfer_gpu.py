@@ -9,15 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from decode_cases import DecodeCase, make_host, reference_of
-from decode_compare import assert_close
-from decode_values import values_of
 
 from cubin_runtime.attention import Runtime
 from cubin_runtime.compat import flashinfer as ours
+from tests.gpu.decode_cases import DecodeCase, make_host, reference_of
+from tests.gpu.decode_compare import assert_close
+from tests.gpu.decode_values import values_of
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
-from torch_cases import OnTorch, bits_of_tensor, on_torch  # noqa: E402  (it needs torch)
+from tests.gpu.torch_cases import OnTorch, bits_of_tensor, on_torch  # noqa: E402  (it needs torch)
 
 pytestmark = pytest.mark.gpu
 

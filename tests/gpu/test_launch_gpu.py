@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tensormap_cases import ACCEPTED, BASE, BROKEN
 
 from cubin_runtime.artifacts.cubins.cubin import parse_cubin
 from cubin_runtime.errors import AbiError, DriverError, FrozenError, WorkspaceError
@@ -23,6 +22,7 @@ from cubin_runtime.launch.structs import Field, StructLayout
 from cubin_runtime.launch.tensormap import TensorMapSpec
 from cubin_runtime.launch.workspace import Workspace
 from cubin_runtime.testing import GraphDriver
+from tests.launch.tensormap_cases import ACCEPTED, BASE, BROKEN
 
 pytestmark = pytest.mark.gpu
 FIXTURES = Path(__file__).parents[1] / "fixtures"

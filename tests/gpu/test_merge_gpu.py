@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from merge_cases import MergeArrays, MergeCase, random_case
-from mirrored_arrays import MirroredArrays
-from seeds import SEED
 
 from cubin_runtime.attention import Runtime, merge_states, plan_merge_states
+from tests.gpu.merge_cases import MergeArrays, MergeCase, random_case
+from tests.gpu.mirrored_arrays import MirroredArrays
+from tests.gpu.seeds import SEED
 
 pytestmark = pytest.mark.gpu
 

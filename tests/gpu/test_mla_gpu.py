@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from decode_compare import assert_close, assert_lse_close, assert_rounded
-from decode_values import bits_of, values_of
-from device_checks import assert_reported
-from mla_cases import MlaCase, assemble_mla, mla_host, mla_means, mla_means_of, mla_reference_of, mla_request
-from mla_device import mla_on_device
-from mla_random import HEADS, LATENTS, OUT_DTYPES, PAGE_SIZES
 
 from cubin_runtime.attention import Runtime
+from tests.gpu.decode_compare import assert_close, assert_lse_close, assert_rounded
+from tests.gpu.decode_values import bits_of, values_of
+from tests.gpu.device_checks import assert_reported
+from tests.gpu.mla_cases import MlaCase, assemble_mla, mla_host, mla_means, mla_means_of, mla_reference_of, mla_request
+from tests.gpu.mla_device import mla_on_device
+from tests.gpu.mla_random import HEADS, LATENTS, OUT_DTYPES, PAGE_SIZES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("mla_backend")]
 

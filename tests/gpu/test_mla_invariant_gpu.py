@@ -8,20 +8,20 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from batch_invariance import (  # noqa: F401
+
+from cubin_runtime.attention import Runtime
+from tests.gpu.batch_invariance import (  # noqa: F401
     InvarianceTarget,
     test_bounds_tables_and_pages_do_not_matter,
     test_every_position_of_a_batch_gives_the_same_bits,
     test_ragged_queries_and_their_bound_do_not_matter,
     test_streams_graphs_and_pdl_do_not_matter,
 )
-from graph_replays import replay_over
-from mla_cases import MlaCase, MlaHost, assemble_mla, mla_request, mla_sinks
-from mla_device import mla_on_device
-from seeds import SEED
-from test_decode_streams_gpu import REPEATS, Repeated
-
-from cubin_runtime.attention import Runtime
+from tests.gpu.graph_replays import replay_over
+from tests.gpu.mla_cases import MlaCase, MlaHost, assemble_mla, mla_request, mla_sinks
+from tests.gpu.mla_device import mla_on_device
+from tests.gpu.seeds import SEED
+from tests.gpu.test_decode_streams_gpu import REPEATS, Repeated
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("mla_backend")]
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from device_checks import assert_all_pass, assert_right_twice
-from mla_cases import MlaCase
-from mla_device import mla_on_device, mla_types
-from mla_random import random_mla_case
-from seeds import SEED
 
 from cubin_runtime.attention import Runtime
+from tests.gpu.device_checks import assert_all_pass, assert_right_twice
+from tests.gpu.mla_cases import MlaCase
+from tests.gpu.mla_device import mla_on_device, mla_types
+from tests.gpu.mla_random import random_mla_case
+from tests.gpu.seeds import SEED
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("mla_backend")]
 

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import sanitizer_cases
-import test_mla_gpu as plain
-import test_mla_invariant_gpu as invariant
-import test_mla_random_gpu as matrix
-from rehearsed_decode import RehearsalRuntime
-from rehearsed_mla import KERNELS, mla_rehearsal
 
 from cubin_runtime.testing import StandIn
+from tests.gpu import sanitizer_cases
+from tests.gpu import test_mla_gpu as plain
+from tests.gpu import test_mla_invariant_gpu as invariant
+from tests.gpu import test_mla_random_gpu as matrix
+from tests.gpu.rehearsed_decode import RehearsalRuntime
+from tests.gpu.rehearsed_mla import KERNELS, mla_rehearsal
 
 
 @pytest.fixture
@@ -25,15 +25,17 @@ def runtime(cubin_standin: StandIn, tmp_path: Path) -> Iterator[RehearsalRuntime
 
 @pytest.mark.parametrize("chunk", range(3))
 def test_random_cases_run(runtime: RehearsalRuntime, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
-    monkeypatch.setattr("mla_random.MOST_PRODUCTS", 30_000_000)
+    monkeypatch.setattr("tests.gpu.mla_random.MOST_PRODUCTS", 30_000_000)
     for index in range(8 * chunk, 8 * chunk + 8):
         matrix.run_case(runtime, index)
 
 
 def test_a_failing_case_is_named(runtime: RehearsalRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matrix, "CASES", 2)
-    monkeypatch.setattr("mla_random.MOST_PRODUCTS", 30_000_000)
-    monkeypatch.setattr("rehearsed_mla.attend", lambda q, k, v, scale, sinks: (q[:, : v.shape[2]] * 0 + 100, q[:, 0]))
+    monkeypatch.setattr("tests.gpu.mla_random.MOST_PRODUCTS", 30_000_000)
+    monkeypatch.setattr(
+        "tests.gpu.rehearsed_mla.attend", lambda q, k, v, scale, sinks: (q[:, : v.shape[2]] * 0 + 100, q[:, 0])
+    )
     with pytest.raises(AssertionError, match=rf"(?s)seed {matrix.SEED}: 2 of 2 fail.*case 2: .*MlaCase\(lengths"):
         matrix.test_random_mla_cases_match_float64(runtime, 1)
 
@@ -117,5 +119,5 @@ def test_sanitizer_cases_stay_few(runtime: RehearsalRuntime) -> None:
 
 
 def test_without_it_the_batch_can_be_seen(runtime: RehearsalRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rehearsed_decode.show_arithmetic", True)
+    monkeypatch.setattr("tests.gpu.rehearsed_decode.show_arithmetic", True)
     invariant.test_without_it_the_batch_can_be_seen(runtime)

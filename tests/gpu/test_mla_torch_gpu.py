@@ -7,15 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from decode_compare import assert_close
-from decode_values import KINDS
-from mla_cases import MlaCase, MlaHost, mla_host, mla_reference_of
 
 from cubin_runtime.attention import Runtime, mla_decode
 from cubin_runtime.compat import flashinfer as ours
+from tests.gpu.decode_compare import assert_close
+from tests.gpu.decode_values import KINDS
+from tests.gpu.mla_cases import MlaCase, MlaHost, mla_host, mla_reference_of
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
-from torch_cases import device_tensor  # noqa: E402  (it needs torch)
+from tests.gpu.torch_cases import device_tensor  # noqa: E402  (it needs torch)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("mla_backend")]
 

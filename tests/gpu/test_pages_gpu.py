@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -14,9 +13,7 @@ import pytest
 from cubin_runtime import Config
 from cubin_runtime.attention import Runtime
 from cubin_runtime.attention.runtime import NATIVE_RELEASE
-
-sys.path.append(str(Path(__file__).parents[1] / "docs"))
-from pages import BLOCKS, pages_with
+from tests.docs.pages import BLOCKS, pages_with
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -48,7 +45,7 @@ def libraries(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
         transformers = pytest.importorskip("transformers", minversion="5.0", reason="transformers 5 is not installed")
         if tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23):
             pytest.skip("transformers 5.23 and later refuse continuous batching with other implementations")
-        from small_models import made
+        from tests.integrations.small_models import made
 
         def load(*_: Any, **__: Any) -> Any:
             return made("llama", "cuda", torch.bfloat16)

@@ -8,12 +8,12 @@ from itertools import product
 
 import numpy as np
 import pytest
-from decode_device import only_kernels
-from decode_values import values_of
-from prompt_bits import Prompt, PromptOnDevice, assert_same, picked, prompt_on_device
-from seeds import SEED
 
 from cubin_runtime.attention import Runtime
+from tests.gpu.decode_device import only_kernels
+from tests.gpu.decode_values import values_of
+from tests.gpu.prompt_bits import Prompt, PromptOnDevice, assert_same, picked, prompt_on_device
+from tests.gpu.seeds import SEED
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("context_backend")]
 

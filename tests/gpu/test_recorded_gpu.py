@@ -6,13 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from decode_cases import DecodeCase
-from decode_device import on_device
-from mla_cases import MlaCase
-from mla_device import mla_on_device
 
 from cubin_runtime.attention import Runtime
 from cubin_runtime.debug.recorded import CallRecorder, replay_call
+from tests.gpu.decode_cases import DecodeCase
+from tests.gpu.decode_device import on_device
+from tests.gpu.mla_cases import MlaCase
+from tests.gpu.mla_device import mla_on_device
 
 pytestmark = pytest.mark.gpu
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import test_recorded_gpu as real
-from rehearsed_decode import RehearsalRuntime
-from rehearsed_mla import mla_rehearsal
 
 from cubin_runtime.testing import StandIn
+from tests.gpu import test_recorded_gpu as real
+from tests.gpu.rehearsed_decode import RehearsalRuntime
+from tests.gpu.rehearsed_mla import mla_rehearsal
 
 
 @pytest.fixture

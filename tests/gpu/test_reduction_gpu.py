@@ -6,7 +6,13 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from reduction_cases import (
+
+from cubin_runtime.attention import Runtime
+from cubin_runtime.kernels.native.reduction.plan import OperationLaunch
+from cubin_runtime.kernels.native.reduction.select import choose_kernel
+from cubin_runtime.launch.prepared import PreparedLaunches
+from cubin_runtime.testing.device import DeviceArrays
+from tests.gpu.reduction_cases import (
     CASES,
     ReductionCase,
     assert_lse,
@@ -18,13 +24,7 @@ from reduction_cases import (
     reduction_of,
     run_reduction,
 )
-from seeds import SEED
-
-from cubin_runtime.attention import Runtime
-from cubin_runtime.kernels.native.reduction.plan import OperationLaunch
-from cubin_runtime.kernels.native.reduction.select import choose_kernel
-from cubin_runtime.launch.prepared import PreparedLaunches
-from cubin_runtime.testing.device import DeviceArrays
+from tests.gpu.seeds import SEED
 
 pytestmark = pytest.mark.gpu
 

@@ -7,12 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from append_reference import merge_states_reference
-from decode_values import normal_bits
-from device_checks import assert_all_pass, assert_reported, assert_right_twice
-from graph_replays import replay_over
-from seeds import SEED
-from sparse_mla_cases import (
+
+from cubin_runtime.attention import Runtime, TensorView, plan_mla_decode
+from cubin_runtime.testing.compare import assert_attention_close
+from tests.attention.append_reference import merge_states_reference
+from tests.gpu.decode_values import normal_bits
+from tests.gpu.device_checks import assert_all_pass, assert_reported, assert_right_twice
+from tests.gpu.graph_replays import replay_over
+from tests.gpu.seeds import SEED
+from tests.gpu.sparse_mla_cases import (
     FORMS,
     HOLES,
     LATENT,
@@ -22,10 +25,7 @@ from sparse_mla_cases import (
     sparse_mla_host,
     sparse_mla_reference,
 )
-from sparse_mla_device import sparse_mla_on_device
-
-from cubin_runtime.attention import Runtime, TensorView, plan_mla_decode
-from cubin_runtime.testing.compare import assert_attention_close
+from tests.gpu.sparse_mla_device import sparse_mla_on_device
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("mla_backend")]
 

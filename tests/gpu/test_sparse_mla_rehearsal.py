@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import test_sparse_mla_gpu as plain
-from rehearsed_decode import RehearsalRuntime
-from rehearsed_sparse_mla import KERNELS, sparse_mla_rehearsal
-from sanitizer_sparse_mla import sparse_mla_all
 
 from cubin_runtime.testing import StandIn
+from tests.gpu import test_sparse_mla_gpu as plain
+from tests.gpu.rehearsed_decode import RehearsalRuntime
+from tests.gpu.rehearsed_sparse_mla import KERNELS, sparse_mla_rehearsal
+from tests.gpu.sanitizer_sparse_mla import sparse_mla_all
 
 
 @pytest.fixture

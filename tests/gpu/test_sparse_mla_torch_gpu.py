@@ -8,15 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from decode_values import KINDS, values_of
-from sparse_mla_cases import LATENT, SparseMlaCase, SparseMlaHost, sparse_mla_host, sparse_mla_reference
 
 from cubin_runtime.attention import Runtime
 from cubin_runtime.compat.flashinfer import trtllm_batch_decode_with_kv_cache_mla
 from cubin_runtime.testing.compare import assert_attention_close
+from tests.gpu.decode_values import KINDS, values_of
+from tests.gpu.sparse_mla_cases import LATENT, SparseMlaCase, SparseMlaHost, sparse_mla_host, sparse_mla_reference
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
-from torch_cases import device_tensor  # noqa: E402  (it needs torch)
+from tests.gpu.torch_cases import device_tensor  # noqa: E402  (it needs torch)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("mla_backend")]
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from decode_cases import DecodeCase, HostTensors, make_host, reference_of
-from decode_compare import assert_close
 
 from cubin_runtime.attention import Runtime, paged_decode
 from cubin_runtime.errors import UsageError
+from tests.gpu.decode_cases import DecodeCase, HostTensors, make_host, reference_of
+from tests.gpu.decode_compare import assert_close
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
-from torch_cases import bits_of_tensor, on_torch  # noqa: E402  (it needs torch)
+from tests.gpu.torch_cases import bits_of_tensor, on_torch  # noqa: E402  (it needs torch)
 
 pytestmark = pytest.mark.gpu
 

@@ -8,7 +8,12 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("transformers", minversion="5.0", reason="transformers 5 is not installed")
-from small_models import (  # noqa: E402  (they need transformers)
+from transformers import DynamicCache, StaticCache  # noqa: E402
+
+from cubin_runtime import Runtime  # noqa: E402
+from cubin_runtime.attention.growing_cache import decode_growing  # noqa: E402
+from cubin_runtime.integrations.transformers import register  # noqa: E402
+from tests.integrations.small_models import (  # noqa: E402  (they need transformers)
     MODELS,
     PEERS,
     generated_continuously,
@@ -16,11 +21,6 @@ from small_models import (  # noqa: E402  (they need transformers)
     prompts,
     steps,
 )
-from transformers import DynamicCache, StaticCache  # noqa: E402
-
-from cubin_runtime import Runtime  # noqa: E402
-from cubin_runtime.attention.growing_cache import decode_growing  # noqa: E402
-from cubin_runtime.integrations.transformers import register  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"

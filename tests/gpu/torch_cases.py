@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from decode_cases import DecodeCase, HostTensors
-from decode_masks import packed_words
-from decode_values import KINDS
+
+from tests.gpu.decode_cases import DecodeCase, HostTensors
+from tests.gpu.decode_masks import packed_words
+from tests.gpu.decode_values import KINDS
 
 
 @dataclass(frozen=True)

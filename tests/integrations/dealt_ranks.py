@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from step_records import array
 
 from cubin_runtime.attention.context_reference import context_attention_reference
 from cubin_runtime.attention.reference import paged_decode_reference
 from cubin_runtime.distributed import KvPartition
 from cubin_runtime.integrations import dealt_batch
+from tests.integrations.step_records import array
 
 PAGE, DIM = 16, 128
 

@@ -9,7 +9,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from sglang_steps import BF16, INT32, NAME, RadixAttention, ReqToTokenPool  # first: it imports SGLang
+
+from tests.integrations.sglang_steps import (  # first: it imports SGLang
+    BF16,
+    INT32,
+    NAME,
+    RadixAttention,
+    ReqToTokenPool,
+)
 
 # isort: split
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS

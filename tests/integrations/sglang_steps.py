@@ -10,7 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from absent_modules import Anything, in_place_of
+
+from tests.integrations.absent_modules import Anything, in_place_of
 
 # Of its image models, its compiler, its grammars and its kernels' loggers, which its configuration imports.
 with in_place_of("llguidance", "loguru", "openai_harmony", "torchvision", "tvm_ffi", "uvloop", "xgrammar"):

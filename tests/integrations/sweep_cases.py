@@ -9,13 +9,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from sweep_models import VOCABULARY, model_of, names
 from transformers import DynamicCache, GenerationConfig, StaticCache
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from cubin_runtime.errors import CubinRuntimeError
 from cubin_runtime.integrations.transformers import register
 from cubin_runtime.integrations.transformers.operators import Operators
+from tests.integrations.sweep_models import VOCABULARY, model_of, names
 
 NAME = "cubin_runtime_sweep"
 BATCH, NEW = 2, 6

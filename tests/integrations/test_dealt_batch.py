@@ -8,12 +8,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 import numpy as np  # noqa: E402  (the tests of torch have it)
-from dealt_ranks import PAGE, Group, Requests, merged, use_references  # noqa: E402
 
 from cubin_runtime.distributed import KvPartition  # noqa: E402
 from cubin_runtime.errors import UsageError  # noqa: E402
 from cubin_runtime.integrations.dealt_batch import Ranks, attend_dealt, check_dealt_layer  # noqa: E402
 from cubin_runtime.integrations.paged_batch import DealtBatch, LayerOptions, Part  # noqa: E402
+from tests.integrations.dealt_ranks import PAGE, Group, Requests, merged, use_references  # noqa: E402
 
 pytestmark = pytest.mark.torch
 WORLD, HEADS, COLUMNS, SCALE = 2, 8, 8, 0.1

@@ -9,12 +9,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 import numpy as np  # noqa: E402  (the tests of torch have it)
-from step_records import RECORDS, array, expected, made_again  # noqa: E402
 
 from cubin_runtime.attention.context_reference import context_attention_reference  # noqa: E402
 from cubin_runtime.attention.reference import paged_decode_reference  # noqa: E402
 from cubin_runtime.errors import UsageError  # noqa: E402
 from cubin_runtime.integrations import paged_batch  # noqa: E402
+from tests.integrations.step_records import RECORDS, array, expected, made_again  # noqa: E402
 
 pytestmark = pytest.mark.torch
 STEPS = [

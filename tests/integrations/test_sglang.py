@@ -15,11 +15,10 @@ torch = pytest.importorskip("torch")
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("SGLang is not importable (tools/stage_engines.py, make test-engines)", allow_module_level=True)
 # isort: off
-from sglang_steps import BF16, COLUMNS, DIM, HEADS, KV_HEADS, MAX_LEN, PAGE  # noqa: E402  (first: it imports SGLang)
-from sglang_steps import backend, batch, forward, layer_of, pool_of, server_flags  # noqa: E402
+from tests.integrations.sglang_steps import BF16, COLUMNS, DIM, HEADS, KV_HEADS, MAX_LEN, PAGE  # noqa: E402  (first: it imports SGLang)
+from tests.integrations.sglang_steps import backend, batch, forward, layer_of, pool_of, server_flags  # noqa: E402
 
 # isort: on
-from launch_records import has_segments, integers, launches  # noqa: E402
 from sglang.srt.arg_groups import overrides  # noqa: E402
 from sglang.srt.layers.radix_attention import AttentionType  # noqa: E402
 from sglang.srt.model_executor.forward_batch_info import ForwardMode  # noqa: E402
@@ -29,11 +28,12 @@ from sglang.srt.server_args import (  # noqa: E402  (which repeats them since th
     DETERMINISTIC_ATTENTION_BACKEND_CHOICES,
     RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND,
 )
-from step_records import compare, written  # noqa: E402
 
 from cubin_runtime.errors import UsageError  # noqa: E402
 from cubin_runtime.integrations.sglang import NAME  # noqa: E402
 from cubin_runtime.testing import StandIn  # noqa: E402
+from tests.integrations.launch_records import has_segments, integers, launches  # noqa: E402
+from tests.integrations.step_records import compare, written  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("hopper")]
 NO_WINDOW = 1 << 30

@@ -12,11 +12,10 @@ torch = pytest.importorskip("torch")
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("SGLang is not importable (tools/stage_engines.py, make test-engines)", allow_module_level=True)
 # isort: off
-from sglang_steps import BF16, COLUMNS, DIM, HEADS, KV_HEADS, MAX_LEN, PAGE  # noqa: E402  (first: it imports SGLang)
-from sglang_steps import INT32, backend, batch, forward, layer_of, pool_of, runner, server_flags  # noqa: E402
+from tests.integrations.sglang_steps import BF16, COLUMNS, DIM, HEADS, KV_HEADS, MAX_LEN, PAGE  # noqa: E402  (first: it imports SGLang)
+from tests.integrations.sglang_steps import INT32, backend, batch, forward, layer_of, pool_of, runner, server_flags  # noqa: E402
 
 # isort: on
-from launch_records import launches  # noqa: E402
 from sglang.srt.layers.radix_attention import AttentionType  # noqa: E402
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool  # noqa: E402
 from sglang.srt.model_executor.forward_batch_info import ForwardMode  # noqa: E402
@@ -24,6 +23,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode  # noqa: E4
 from cubin_runtime.errors import UsageError  # noqa: E402
 from cubin_runtime.integrations.paged_batch import LayerOptions  # noqa: E402
 from cubin_runtime.testing import StandIn  # noqa: E402
+from tests.integrations.launch_records import launches  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("hopper")]
 BACKEND = "cubin_runtime.integrations.sglang.backend"

@@ -16,18 +16,18 @@ torch = pytest.importorskip("torch")
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("SGLang is not importable (tools/stage_engines.py, make test-engines)", allow_module_level=True)
 # isort: off
-from sglang_steps import NAME, batch, server_flags  # noqa: E402  (first: it imports SGLang)
-from sglang_mla_steps import BF16, FP8, HEADS, LATENT, MAX_LEN, PAGE, backend, forward, layer_of  # noqa: E402
-from sglang_mla_steps import pool_of, prompt_layer  # noqa: E402
+from tests.integrations.sglang_steps import NAME, batch, server_flags  # noqa: E402  (first: it imports SGLang)
+from tests.integrations.sglang_mla_steps import BF16, FP8, HEADS, LATENT, MAX_LEN, PAGE, backend, forward, layer_of  # noqa: E402
+from tests.integrations.sglang_mla_steps import pool_of, prompt_layer  # noqa: E402
 
 # isort: on
-from launch_records import integers, launches, mla_launches  # noqa: E402
 from sglang.srt.mem_cache import memory_pool  # noqa: E402
 from sglang.srt.model_executor.forward_batch_info import ForwardMode  # noqa: E402
 
 from cubin_runtime.errors import UsageError  # noqa: E402
 from cubin_runtime.integrations.sglang.mla_backend import forward_method  # noqa: E402
 from cubin_runtime.testing import StandIn  # noqa: E402
+from tests.integrations.launch_records import integers, launches, mla_launches  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("hopper")]
 LOG2_E = math.log2(math.e)

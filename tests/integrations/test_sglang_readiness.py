@@ -13,8 +13,8 @@ torch = pytest.importorskip("torch")
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("SGLang is not importable (tools/stage_engines.py, make test-engines)", allow_module_level=True)
 # isort: off
-import sglang_steps as plain  # noqa: E402  (first: it imports SGLang)
-import sglang_mla_steps as mla  # noqa: E402
+from tests.integrations import sglang_steps as plain  # noqa: E402  (first: it imports SGLang)
+from tests.integrations import sglang_mla_steps as mla  # noqa: E402
 
 # isort: on
 from sglang.srt.model_executor.forward_batch_info import ForwardMode  # noqa: E402

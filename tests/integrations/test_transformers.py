@@ -13,10 +13,15 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers", minversion="5.0", reason="transformers 5 is not installed (make test-torch)")
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import gpu_transformers  # noqa: E402  (they need transformers)
-from attention_stand_in import StandIn  # noqa: E402
 from decode import client_pages  # noqa: E402
 from model_steps.steps import SHAPES, model_of  # noqa: E402
-from small_models import (  # noqa: E402
+from transformers import DynamicCache, StaticCache  # noqa: E402
+
+from cubin_runtime.errors import UsageError  # noqa: E402
+from cubin_runtime.integrations.transformers import register  # noqa: E402
+from cubin_runtime.integrations.transformers.masks import mask  # noqa: E402
+from tests.integrations.attention_stand_in import StandIn  # noqa: E402
+from tests.integrations.small_models import (  # noqa: E402
     MODELS,
     PEERS,
     VOCABULARY,
@@ -27,11 +32,6 @@ from small_models import (  # noqa: E402
     prompts,
     steps,
 )
-from transformers import DynamicCache, StaticCache  # noqa: E402
-
-from cubin_runtime.errors import UsageError  # noqa: E402
-from cubin_runtime.integrations.transformers import register  # noqa: E402
-from cubin_runtime.integrations.transformers.masks import mask  # noqa: E402
 
 pytestmark = pytest.mark.torch
 NAME = "cubin_runtime_stand_in"

@@ -8,8 +8,6 @@ import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers", minversion="5.0", reason="transformers 5 is not installed (make test-torch)")
-from attention_stand_in import StandIn  # noqa: E402
-from small_models import SHAPE, assert_near, prompts, steps  # noqa: E402
 from transformers import DynamicCache, Llama4ForCausalLM, Llama4TextConfig, StaticCache  # noqa: E402
 from transformers.masking_utils import (  # noqa: E402
     and_masks,
@@ -21,6 +19,8 @@ from transformers.masking_utils import (  # noqa: E402
 from cubin_runtime.errors import UsageError  # noqa: E402
 from cubin_runtime.integrations.transformers import register  # noqa: E402
 from cubin_runtime.integrations.transformers.masks import mask, read  # noqa: E402
+from tests.integrations.attention_stand_in import StandIn  # noqa: E402
+from tests.integrations.small_models import SHAPE, assert_near, prompts, steps  # noqa: E402
 
 pytestmark = pytest.mark.torch
 NAME = "cubin_runtime_stand_in"

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from launch_records import integers, launches
 
 from cubin_runtime import Runtime
 from cubin_runtime.attention import paged_decode
@@ -19,6 +18,7 @@ from cubin_runtime.integrations.transformers.masks import _reads, mask, read, re
 from cubin_runtime.integrations.transformers.operators import Operators
 from cubin_runtime.launch.driver import DriverCallError
 from cubin_runtime.testing import StandIn
+from tests.integrations.launch_records import integers, launches
 
 torch = pytest.importorskip("torch")
 masking = pytest.importorskip("transformers.masking_utils", reason="transformers 5 is not installed (make test-torch)")

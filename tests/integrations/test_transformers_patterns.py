@@ -9,8 +9,6 @@ import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers", minversion="5.0", reason="transformers 5 is not installed (make test-torch)")
-from attention_stand_in import StandIn  # noqa: E402
-from small_models import assert_near, made, prompts, steps  # noqa: E402
 from transformers import (  # noqa: E402
     AttentionInterface,
     BartConfig,
@@ -40,6 +38,8 @@ from cubin_runtime.errors import UsageError  # noqa: E402
 from cubin_runtime.integrations.transformers import register  # noqa: E402
 from cubin_runtime.integrations.transformers.attention import attention  # noqa: E402
 from cubin_runtime.integrations.transformers.masks import mask  # noqa: E402
+from tests.integrations.attention_stand_in import StandIn  # noqa: E402
+from tests.integrations.small_models import assert_near, made, prompts, steps  # noqa: E402
 
 pytestmark = pytest.mark.torch
 NAME = "cubin_runtime_stand_in"

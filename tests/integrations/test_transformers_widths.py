@@ -8,11 +8,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers", minversion="5.0", reason="transformers 5 is not installed (make test-torch)")
-from attention_stand_in import StandIn, in_domain  # noqa: E402
-
 from cubin_runtime.errors import UsageError  # noqa: E402
 from cubin_runtime.integrations.transformers.attention import attention  # noqa: E402
 from cubin_runtime.integrations.transformers.masks import mask  # noqa: E402
+from tests.integrations.attention_stand_in import StandIn, in_domain  # noqa: E402
 
 pytestmark = pytest.mark.torch
 Q_LEN, KV_LEN = 3, 11

@@ -16,18 +16,18 @@ torch = pytest.importorskip("torch")
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not importable (tools/stage_engines.py, make test-engines)", allow_module_level=True)
 # isort: off
-from vllm_steps import BACKEND, BF16, BLOCK, BLOCKS, DIM, HEADS, KV_HEADS, MAX_LEN  # noqa: E402  (first: it imports vLLM)
-from vllm_steps import INT32, REGISTERED, builder, cache, layer, layouts, run, speculative, step  # noqa: E402
+from tests.integrations.vllm_steps import BACKEND, BF16, BLOCK, BLOCKS, DIM, HEADS, KV_HEADS, MAX_LEN  # noqa: E402  (first: it imports vLLM)
+from tests.integrations.vllm_steps import INT32, REGISTERED, builder, cache, layer, layouts, run, speculative, step  # noqa: E402
 
 # isort: on
-from launch_records import has_segments, integers, launches  # noqa: E402
-from step_records import compare, written  # noqa: E402
 from vllm.platforms.interface import DeviceCapability  # noqa: E402
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType  # noqa: E402
 
 from cubin_runtime.errors import UsageError  # noqa: E402
 from cubin_runtime.integrations.paged_batch import LayerOptions  # noqa: E402
 from cubin_runtime.testing import StandIn  # noqa: E402
+from tests.integrations.launch_records import has_segments, integers, launches  # noqa: E402
+from tests.integrations.step_records import compare, written  # noqa: E402
 
 LBNHC, BLNHC = (0, 1, 3, 2, 4), (1, 0, 3, 2, 4)
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("hopper")]

@@ -16,12 +16,10 @@ torch = pytest.importorskip("torch")
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not importable (tools/stage_engines.py, make test-engines)", allow_module_level=True)
 # isort: off
-from vllm_steps import BACKEND, BF16, INT32, ParallelConfig, speculative, step  # noqa: E402  (first: it imports vLLM)
+from tests.integrations.vllm_steps import BACKEND, BF16, INT32, ParallelConfig, speculative, step  # noqa: E402  (first: it imports vLLM)
 
 # isort: on
 import numpy as np  # noqa: E402
-from dealt_ranks import DIM, PAGE, Group, Requests, use_references  # noqa: E402
-from launch_records import integers, launches  # noqa: E402
 from vllm.distributed import parallel_state  # noqa: E402
 from vllm.platforms.interface import DeviceCapability  # noqa: E402
 from vllm.v1.kv_cache_interface import FullAttentionSpec  # noqa: E402
@@ -30,6 +28,8 @@ from cubin_runtime.attention import Runtime  # noqa: E402
 from cubin_runtime.distributed import KvPartition  # noqa: E402
 from cubin_runtime.errors import UsageError  # noqa: E402
 from cubin_runtime.testing import StandIn  # noqa: E402
+from tests.integrations.dealt_ranks import DIM, PAGE, Group, Requests, use_references  # noqa: E402
+from tests.integrations.launch_records import integers, launches  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("hopper")]
 WORLD, HEADS, MAX_LEN, SCALE = 2, 8, 256, 0.1  # heads of both ranks, which share one KV head

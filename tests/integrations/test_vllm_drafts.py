@@ -12,14 +12,15 @@ torch = pytest.importorskip("torch")
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not importable (tools/stage_engines.py, make test-engines)", allow_module_level=True)
 # isort: off
-from vllm_steps import BACKEND, BF16, BLOCK, DIM, HEADS, MAX_LEN, builder, cache, layer, speculative, step  # noqa: E402
+from tests.integrations.vllm_steps import BACKEND, BF16, BLOCK, DIM, HEADS, MAX_LEN  # noqa: E402
+from tests.integrations.vllm_steps import builder, cache, layer, speculative, step  # noqa: E402
 
 # isort: on
-from launch_records import integers, launches  # noqa: E402
 from vllm.v1.attention.backend import AttentionCGSupport  # noqa: E402
 
 from cubin_runtime.integrations.vllm.backend import limits_of  # noqa: E402
 from cubin_runtime.testing import StandIn  # noqa: E402
+from tests.integrations.launch_records import integers, launches  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("hopper")]
 DRAFTS = 4

@@ -17,12 +17,11 @@ torch = pytest.importorskip("torch")
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not importable (tools/stage_engines.py, make test-engines)", allow_module_level=True)
 # isort: off
-from vllm_steps import BACKEND, REGISTERED  # noqa: E402  (first: it imports vLLM)
-from vllm_mla_steps import BF16, BLOCK, HEADS, LATENT, MAX_LEN, SCALE, builder, configuration, layer_of  # noqa: E402
-from vllm_mla_steps import run, step, use  # noqa: E402
+from tests.integrations.vllm_steps import BACKEND, REGISTERED  # noqa: E402  (first: it imports vLLM)
+from tests.integrations.vllm_mla_steps import BF16, BLOCK, HEADS, LATENT, MAX_LEN, SCALE  # noqa: E402
+from tests.integrations.vllm_mla_steps import builder, configuration, layer_of, run, step, use  # noqa: E402
 
 # isort: on
-from launch_records import integers, mla_launches  # noqa: E402
 from vllm.distributed import parallel_state  # noqa: E402
 from vllm.model_executor.layers.attention import mla_attention  # noqa: E402
 from vllm.platforms.interface import DeviceCapability  # noqa: E402
@@ -30,6 +29,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionType  # noqa:
 
 from cubin_runtime.errors import UsageError  # noqa: E402
 from cubin_runtime.testing import StandIn  # noqa: E402
+from tests.integrations.launch_records import integers, mla_launches  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("hopper")]
 LOG2_E = math.log2(math.e)

@@ -14,8 +14,8 @@ torch = pytest.importorskip("torch")
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not importable (tools/stage_engines.py, make test-engines)", allow_module_level=True)
 # isort: off
-from vllm_mla_steps import BLOCK, MAX_LEN, builder, cache_of, configuration, layer_of  # noqa: E402  (it imports vLLM)
-from vllm_mla_steps import queries, step, use  # noqa: E402
+from tests.integrations.vllm_mla_steps import BLOCK, MAX_LEN, builder, cache_of, configuration, layer_of  # noqa: E402  (it imports vLLM)
+from tests.integrations.vllm_mla_steps import queries, step, use  # noqa: E402
 
 # isort: on
 from cubin_runtime.attention import Runtime  # noqa: E402

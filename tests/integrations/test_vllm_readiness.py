@@ -14,8 +14,8 @@ torch = pytest.importorskip("torch")
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not importable (tools/stage_engines.py, make test-engines)", allow_module_level=True)
 # isort: off
-from vllm_steps import BACKEND, BF16, BLOCK, DIM, HEADS, KV_HEADS, MAX_LEN  # noqa: E402
-from vllm_steps import builder, cache, layer, speculative, step  # noqa: E402
+from tests.integrations.vllm_steps import BACKEND, BF16, BLOCK, DIM, HEADS, KV_HEADS, MAX_LEN  # noqa: E402
+from tests.integrations.vllm_steps import builder, cache, layer, speculative, step  # noqa: E402
 
 # isort: on
 from cubin_runtime.attention import Runtime  # noqa: E402

@@ -14,10 +14,9 @@ torch = pytest.importorskip("torch")
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not importable (tools/stage_engines.py, make test-engines)", allow_module_level=True)
 # isort: off
-from vllm_steps import BACKEND, BF16, BLOCK, DIM, HEADS, INT32, MAX_LEN, builder, cache, layer, step  # noqa: E402
+from tests.integrations.vllm_steps import BACKEND, BF16, BLOCK, DIM, HEADS, INT32, MAX_LEN, builder, cache, layer, step  # noqa: E402
 
 # isort: on
-from launch_records import integers, launches  # noqa: E402
 from vllm.model_executor.layers.attention.chunked_local_attention import (  # noqa: E402
     create_chunked_local_attention_backend,
 )
@@ -37,6 +36,7 @@ from vllm.v1.worker.ubatch_utils import UBatchSlice, split_attn_metadata  # noqa
 
 from cubin_runtime.errors import UsageError  # noqa: E402
 from cubin_runtime.testing import StandIn  # noqa: E402
+from tests.integrations.launch_records import integers, launches  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("hopper")]
 

@@ -10,7 +10,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from vllm_steps import BF16, REGISTERED, AttentionBackendEnum, ParallelConfig, step  # first: it imports vLLM
+
+from tests.integrations.vllm_steps import (  # first: it imports vLLM
+    BF16,
+    REGISTERED,
+    AttentionBackendEnum,
+    ParallelConfig,
+    step,
+)
 
 # isort: split
 from vllm.v1.kv_cache_interface import MLAAttentionSpec

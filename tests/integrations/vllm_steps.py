@@ -9,7 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from absent_modules import in_place_of
+
+from tests.integrations.absent_modules import in_place_of
 
 # Of vLLM's server, which its configuration imports.
 with in_place_of("llguidance", "openai_harmony", "opentelemetry", "uvloop", "xgrammar"):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from variant_kernels import kernel_of
-
 from cubin_runtime.artifacts.tables.native_kernels import MEASURED
 from cubin_runtime.kernels.native.constants import CONSTANTS
 from kernels_src.variants import VARIANTS
+from tests.kernels.variant_kernels import kernel_of
 
 _THREADS = {
     "append_kv": CONSTANTS.append_threads,

@@ -6,8 +6,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from decode_kernels import HOPPER, PORTABLE
-from examples import H100
 from hypothesis import strategies as st
 
 from cubin_runtime.artifacts.tables.native_kernels import NativeKernel
@@ -16,6 +14,8 @@ from cubin_runtime.kernels.native.decode.candidates import DecodeCandidate, Fit
 from cubin_runtime.kernels.native.decode.select import DecodeSelection, select_decode
 from cubin_runtime.kernels.native.decode.shape import DecodeShape
 from cubin_runtime.launch.driver import DeviceFacts
+from tests.kernels.decode_kernels import HOPPER, PORTABLE
+from tests.launch.examples import H100
 
 SHAPE = DecodeShape("bf16", 128, group=8, kv_heads=8, batch=64, max_seq_len=8192)
 ALL = (*PORTABLE, *HOPPER)

@@ -1,12 +1,12 @@
 from __future__ import annotations
 
 import pytest
-from host_scheduler import HostScheduler
-from stub_kernels import LAYOUT, SOURCE, stub, write_source
 
 from kernels_src.build import build
 from kernels_src.release import Release
 from kernels_src.toolchain import Toolchain, ToolchainError, find_toolchain
+from tests.kernels_src.host_scheduler import HostScheduler
+from tests.kernels_src.stub_kernels import LAYOUT, SOURCE, stub, write_source
 
 
 @pytest.fixture(scope="session")

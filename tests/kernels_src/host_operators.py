@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from attention_examples import RELEASE_NAME, describe_release
-from copying_kernels import COPYING_VARIANTS, KERNELS
-from host_kernels import BLOCK_EMULATOR, HostKernel
 
 from cubin_runtime import Config
 from cubin_runtime.attention import Runtime, TensorView
 from cubin_runtime.attention.step_plan import StepPlan
 from cubin_runtime.launch.driver import DeviceFacts, Driver
+from tests.attention.attention_examples import RELEASE_NAME, describe_release
+from tests.kernels.copying_kernels import COPYING_VARIANTS, KERNELS
+from tests.kernels_src.host_kernels import BLOCK_EMULATOR, HostKernel
 
 # Two multiprocessors: few CTAs, each with much to do.
 SMALL = DeviceFacts(0, "H200", (9, 0), 2, 232448, 233472, 60 << 20, 13000)

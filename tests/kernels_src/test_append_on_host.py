@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from append_cases import UNTOUCHED, AppendArrays, AppendCase, random_case
-from host_operators import SMALL, HostOperators, aligned, view_on
 
 from cubin_runtime.attention import plan_append_kv
 from cubin_runtime.kernels.native.constants import CONSTANTS, StatusBit
+from tests.gpu.append_cases import UNTOUCHED, AppendArrays, AppendCase, random_case
+from tests.kernels_src.host_operators import SMALL, HostOperators, aligned, view_on
 
 RANDOM_CASES = 60
 PLAIN = AppendCase((5, 0, 40, 1), (30, 7, 0, 64))

@@ -5,11 +5,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from stub_kernels import LAYOUT, stub, write_source
 
 from kernels_src.build import BuildError, build
 from kernels_src.release import Release
 from kernels_src.toolchain import Toolchain
+from tests.kernels_src.stub_kernels import LAYOUT, stub, write_source
 
 
 def test_each_command_compiles_its_source_to_the_cubin_of_the_release(

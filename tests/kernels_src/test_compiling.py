@@ -3,7 +3,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from stub_kernels import LAYOUT, SOURCE, stub, write_source
 
 from cubin_runtime.artifacts.cubins.cubin import parse_cubin
 from cubin_runtime.launch.structs import Field, StructLayout
@@ -21,6 +20,7 @@ from kernels_src.compiling import (
 )
 from kernels_src.toolchain import Toolchain
 from kernels_src.variants import Variant
+from tests.kernels_src.stub_kernels import LAYOUT, SOURCE, stub, write_source
 
 PTXAS = """ptxas info    : 0 bytes gmem
 ptxas info    : Compiling entry function 'one' for 'sm_90a'

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from host_operators import SMALL, HostOperators, aligned, view_on
 
 from cubin_runtime.attention import plan_draft_mask
 from cubin_runtime.kernels.native.constants import StatusBit
+from tests.kernels_src.host_operators import SMALL, HostOperators, aligned, view_on
 
 RANDOM_CASES = 40
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from stub_kernels import LAYOUT, SOURCE, stub, write_source
 
 from cubin_runtime.launch.structs import Field, StructLayout
 from kernels_src.build import BuildStep, build, main
@@ -15,6 +14,7 @@ from kernels_src.compiling import BuildError, CompiledKernel, Resources
 from kernels_src.kernel_cache import DEFAULT_FOLDER, VARIABLE, KernelCache, cache_key, kernel_cache
 from kernels_src.release import Release
 from kernels_src.toolchain import Toolchain
+from tests.kernels_src.stub_kernels import LAYOUT, SOURCE, stub, write_source
 
 KERNEL = CompiledKernel(stub(), b"\x7fELF\n\ncubin", Resources(128, 32, 0, 256, 0))
 KEY = "0" * 64

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from host_operators import SMALL, HostOperators, aligned, view_on
-from merge_cases import MergeArrays, MergeCase, random_case
 
 from cubin_runtime.attention import plan_merge_states
+from tests.gpu.merge_cases import MergeArrays, MergeCase, random_case
+from tests.kernels_src.host_operators import SMALL, HostOperators, aligned, view_on
 
 RANDOM_CASES = 60
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from host_kernels import HostArrays, HostKernel
-from reduction_cases import (
+
+from tests.gpu.reduction_cases import (
     CASES,
     ReductionCase,
     assert_lse,
@@ -17,7 +17,8 @@ from reduction_cases import (
     make_partials,
     run_reduction,
 )
-from reduction_cases import random_case as draw
+from tests.gpu.reduction_cases import random_case as draw
+from tests.kernels_src.host_kernels import HostArrays, HostKernel
 
 SEED = 8
 RANDOM_CASES = 12

@@ -5,12 +5,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from stub_kernels import LAYOUT, SOURCE, stub, write_source
 
 from cubin_runtime.artifacts.tables.native_kernels import parse_native_kernels
 from kernels_src.build import BuildError, build
 from kernels_src.release import Release, read_release, write_release
 from kernels_src.toolchain import Toolchain
+from tests.kernels_src.stub_kernels import LAYOUT, SOURCE, stub, write_source
 
 
 def build_stub(root: Path, toolchain: Toolchain, text: str = SOURCE) -> Release:

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from host_kernels import HostArrays
-from host_scheduler import TILE, HostScheduler, RowBounds
 
 from cubin_runtime.kernels.native.context_parallel import Dealing
+from tests.kernels_src.host_kernels import HostArrays
+from tests.kernels_src.host_scheduler import TILE, HostScheduler, RowBounds
 
 CASES = 400
 BOUND = 5_000

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from host_scheduler import DECODE_OPTIONS, SEGMENTS_OPTIONS
 
 from cubin_runtime.kernels.native.constants import CONSTANTS
 from cubin_runtime.kernels.native.layouts import LAYOUTS
 from cubin_runtime.testing.standin import cuda_include
 from kernels_src.build import SOURCES, write_headers
+from tests.kernels_src.host_scheduler import DECODE_OPTIONS, SEGMENTS_OPTIONS
 
 SOURCE = Path(__file__).parent / "host" / "segment_softmax.cpp"
 ROWS, KEYS = 16, CONSTANTS.segment_tile_tokens

@@ -10,10 +10,6 @@ from itertools import accumulate, product
 
 import numpy as np
 import pytest
-from decode_kernels import segments_kernel
-from examples import H100
-from host_kernels import HostArrays
-from host_scheduler import COLUMNS, DECODE_OPTIONS, MOST_TILES, SEGMENTS_OPTIONS, WALK
 
 from cubin_runtime.kernels.native.constants import CONSTANTS
 from cubin_runtime.kernels.native.context_parallel import Dealing
@@ -23,6 +19,10 @@ from cubin_runtime.kernels.native.decode.shape import DecodeShape
 from cubin_runtime.kernels.native.layouts import LAYOUTS
 from cubin_runtime.testing.standin import cuda_include
 from kernels_src.build import SOURCES, write_headers
+from tests.kernels.decode_kernels import segments_kernel
+from tests.kernels_src.host_kernels import HostArrays
+from tests.kernels_src.host_scheduler import COLUMNS, DECODE_OPTIONS, MOST_TILES, SEGMENTS_OPTIONS, WALK
+from tests.launch.examples import H100
 
 TILE = CONSTANTS.segment_tile_tokens
 SEGMENT_TILES = CONSTANTS.segment_tokens // TILE

@@ -8,10 +8,10 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 import pytest
-from host_kernels import HostArrays
-from host_scheduler import DECODE_OPTIONS, MLA_OPTIONS, TILE, HostScheduler
 
 from cubin_runtime.kernels.native.constants import CONSTANTS
+from tests.kernels_src.host_kernels import HostArrays
+from tests.kernels_src.host_scheduler import DECODE_OPTIONS, MLA_OPTIONS, TILE, HostScheduler
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 import pytest
-from stub_kernels import stub
 
 from cubin_runtime.kernels.native.layouts import LAYOUTS
 from kernels_src.build import SOURCES, BuildError, select
 from kernels_src.variants import SHARED_BYTES_PER_BLOCK, VARIANTS
+from tests.kernels_src.stub_kernels import stub
 
 
 def test_names_files_and_sources_of_the_list_are_in_order() -> None:

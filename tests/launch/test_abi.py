@@ -3,12 +3,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from examples import LAYOUT, SYMBOL, cubin, device, kernel_facts
 
 from cubin_runtime.artifacts.cubins.cubin import Architecture, Cubin, KernelFacts
 from cubin_runtime.errors import AbiError
 from cubin_runtime.launch.abi import check_launchable
 from cubin_runtime.launch.driver import DeviceFacts
+from tests.launch.examples import LAYOUT, SYMBOL, cubin, device, kernel_facts
 
 HOPPER = device(9, 0)
 

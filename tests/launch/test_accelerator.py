@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
-from examples import DIGEST, LAYOUT, SYMBOL, cubin, kernel_facts, needs, plan
 
 from cubin_runtime.errors import UsageError
 from cubin_runtime.launch import accelerator
@@ -18,6 +17,7 @@ from cubin_runtime.launch.prepared import OtherContextError, PreparedLaunches
 from cubin_runtime.launch.senders import senders_of
 from cubin_runtime.launch.structs import Field, StructLayout
 from cubin_runtime.testing import StandIn
+from tests.launch.examples import DIGEST, LAYOUT, SYMBOL, cubin, kernel_facts, needs, plan
 
 needs_accelerator = pytest.mark.skipif(
     accelerator.accelerator() is None, reason="cubin_runtime_accelerator is not installed: pip install ./accelerator"

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from examples import DIGEST, LAYOUT, SYMBOL, cubin, kernel_facts, needs
 
 from cubin_runtime.launch import driver_api as api
 from cubin_runtime.launch.driver import DriverCallError
 from cubin_runtime.launch.modules import ModuleCache
 from cubin_runtime.launch.workspace import Workspace
 from cubin_runtime.testing import GraphDriver, StandIn
+from tests.launch.examples import DIGEST, LAYOUT, SYMBOL, cubin, kernel_facts, needs
 
 Act = Callable[[GraphDriver, int], Any]
 

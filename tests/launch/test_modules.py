@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from examples import DIGEST, LAYOUT, SYMBOL, cubin, kernel_facts, needs
 
 from cubin_runtime.artifacts.cubins.cubin import Architecture, Cubin, KernelFacts
 from cubin_runtime.errors import AbiError, CorruptError, DriverError, FrozenError
@@ -14,6 +13,7 @@ from cubin_runtime.launch.driver import Driver
 from cubin_runtime.launch.modules import KernelRequest, LoadCounts, LoadedKernel, ModuleCache
 from cubin_runtime.launch.structs import Field, StructLayout
 from cubin_runtime.testing import StandIn
+from tests.launch.examples import DIGEST, LAYOUT, SYMBOL, cubin, kernel_facts, needs
 
 IMAGE = b"cubin bytes"
 OTHER = "cd" * 32

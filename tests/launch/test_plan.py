@@ -3,10 +3,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from examples import SPEC, VALUES, plan
 
 from cubin_runtime.errors import UsageError
 from cubin_runtime.launch.plan import LaunchAttributes
+from tests.launch.examples import SPEC, VALUES, plan
 
 
 def test_attributes_come_in_the_order_cluster_policy_pdl() -> None:

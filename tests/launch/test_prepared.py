@@ -6,7 +6,6 @@ import threading
 from typing import Any
 
 import pytest
-from examples import DIGEST, LAYOUT, SPEC, SYMBOL, VALUES, cubin, kernel_facts, needs, plan
 
 from cubin_runtime.errors import AbiError, UsageError
 from cubin_runtime.launch import senders
@@ -19,6 +18,7 @@ from cubin_runtime.launch.senders import Senders, senders_of
 from cubin_runtime.launch.structs import Field, StructLayout
 from cubin_runtime.launch.tensormap import TensorMapCache, TensorMapError
 from cubin_runtime.testing import StandIn
+from tests.launch.examples import DIGEST, LAYOUT, SPEC, SYMBOL, VALUES, cubin, kernel_facts, needs, plan
 
 ENCODED = SPEC.address.to_bytes(8, "little") + b"\xee" * 120
 

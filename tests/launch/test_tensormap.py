@@ -5,12 +5,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tensormap_cases import ACCEPTED, BASE, BROKEN
 
 from cubin_runtime.errors import UsageError
 from cubin_runtime.launch.driver import Driver, DriverCallError
 from cubin_runtime.launch.tensormap import RULES, TensorMapCache, TensorMapError
 from cubin_runtime.testing import StandIn
+from tests.launch.tensormap_cases import ACCEPTED, BASE, BROKEN
 
 
 @pytest.mark.parametrize("case", ACCEPTED)

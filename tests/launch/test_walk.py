@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from examples import DIGEST, LAYOUT, SYMBOL, cubin, kernel_facts, needs, plan
 
 from cubin_runtime.attention.fast_path.path import MISS
 from cubin_runtime.attention.fast_path.paths import Binding, Paths, add_path, new_paths
@@ -20,6 +19,7 @@ from cubin_runtime.launch.modules import ModuleCache
 from cubin_runtime.launch.prepared import PreparedLaunches
 from cubin_runtime.launch.senders import senders_of
 from cubin_runtime.testing import StandIn
+from tests.launch.examples import DIGEST, LAYOUT, SYMBOL, cubin, kernel_facts, needs, plan
 
 pytestmark = pytest.mark.skipif(
     accelerator.accelerator() is None, reason="cubin_runtime_accelerator is not installed: pip install ./accelerator"

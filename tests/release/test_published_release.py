@@ -11,7 +11,6 @@ from hashlib import sha256
 from pathlib import Path
 
 import pytest
-from pages import ROOT, blocks_of
 
 from cubin_runtime.artifacts.library import Library
 from cubin_runtime.artifacts.pins.pin import Pin
@@ -19,6 +18,7 @@ from cubin_runtime.artifacts.releases.catalog import open_catalog, open_kernel_i
 from cubin_runtime.artifacts.tables.kernel_filter import KernelFilter
 from cubin_runtime.artifacts.tables.metadata import KernelTable
 from cubin_runtime.artifacts.tables.metadata_index import build_index
+from tests.docs.pages import ROOT, blocks_of
 
 pytestmark = [pytest.mark.release, pytest.mark.timeout(1800)]
 

@@ -8,15 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from attention_examples import RELEASE_NAME, build_release
-from trtllm_calls import MadeUpMemory, launched
-from trtllm_operators import OPERATORS, Spy, expected_parameters, main_launch, reduced_mla
 
 from cubin_runtime import Config
 from cubin_runtime.attention import Runtime
 from cubin_runtime.compat import flashinfer
 from cubin_runtime.kernels.trtllm_gen.params import KERNEL_PARAMS
 from cubin_runtime.testing import GraphDriver, StandIn
+from tests.attention.attention_examples import RELEASE_NAME, build_release
+from tests.attention.trtllm_calls import MadeUpMemory, launched
+from tests.attention.trtllm_operators import OPERATORS, Spy, expected_parameters, main_launch, reduced_mla
 
 pytestmark = [pytest.mark.release, pytest.mark.timeout(600)]
 

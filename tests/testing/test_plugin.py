@@ -174,8 +174,8 @@ def test_a_write_behind_an_array_is_noticed(cubin_standin_device: Device) -> Non
 
 
 def test_a_runtime_reads_a_release_from_a_temporary_store(cubin_runtime_at, tmp_path: Path) -> None:
-    from attention_examples import RELEASE_NAME, describe_release
-    from decode_kernels import HOPPER
+    from tests.attention.attention_examples import RELEASE_NAME, describe_release
+    from tests.kernels.decode_kernels import HOPPER
 
     tree, pins = describe_release(tmp_path / "described", HOPPER)
     runtime = cubin_runtime_at(tree, pins=(pins,), release=RELEASE_NAME)

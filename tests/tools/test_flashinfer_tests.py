@@ -31,6 +31,7 @@ PACKAGE = {
 }
 TESTS = """
 import flashinfer, pytest
+from tests.test_helpers.names import WORDS
 from flashinfer.utils import get_compute_capability, is_sm12x_supported
 
 pytestmark = pytest.mark.skipif(get_compute_capability("cuda")[0] not in [12], reason="needs SM120")
@@ -43,7 +44,7 @@ def test_is_refused():
     flashinfer.cascade.merge_state(1, 2, 3, 4)
 
 def test_is_refused_in_other_words():
-    with pytest.raises(ValueError, match="other words"): flashinfer.cascade.merge_state(1, 2, 3, 4)
+    with pytest.raises(ValueError, match=WORDS): flashinfer.cascade.merge_state(1, 2, 3, 4)
 
 def test_fails():
     assert 1 == 2
@@ -100,6 +101,8 @@ def staged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("test_xqa.py", "test_trtllm_gen_block_sparse_decode.py", "test_other.py"):
         (repository / "tests" / "attention").mkdir(parents=True, exist_ok=True)
         (repository / "tests" / "attention" / name).write_text(TESTS)
+    (repository / "tests" / "test_helpers").mkdir()
+    (repository / "tests" / "test_helpers" / "names.py").write_text("WORDS = 'other words'\n")
     git = ["git", "-C", str(repository), "-c", "user.name=a", "-c", "user.email=a"]
     for arguments in (["init", "-q"], ["add", "."], ["commit", "-qm", "x"], ["tag", "v0.0.1"]):
         subprocess.run([*git, *arguments], check=True)

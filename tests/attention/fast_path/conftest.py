@@ -8,15 +8,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from adapter import NATIVE, PUBLISHED
-from both_releases import both_releases_in
-from fast_path_calls import Caller, FullPaths, NotingMemory
 
 from cubin_runtime import Config
 from cubin_runtime.attention import Runtime
 from cubin_runtime.kernels.trtllm_gen.params import KERNEL_PARAMS
 from cubin_runtime.launch import accelerator
 from cubin_runtime.testing import GraphDriver, StandIn
+from tests.attention.both_releases import both_releases_in
+from tests.attention.fast_path_calls import Caller, FullPaths, NotingMemory
+from tests.golden.adapter import NATIVE, PUBLISHED
 
 operator_function_module = sys.modules["cubin_runtime.attention.fast_path.operator_function"]
 WALKERS = ("attention.fast_path.path", "attention.fast_path.paths")

@@ -6,9 +6,9 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from fast_path_calls import ON_SM90, ON_SM100, Call, Caller, FullPaths, others_of
 
 from cubin_runtime.attention.fast_path import operator_function
+from tests.attention.fast_path_calls import ON_SM90, ON_SM100, Call, Caller, FullPaths, others_of
 
 CASES = [*(pytest.param(name, (9, 0), id=name) for name in ON_SM90)]
 CASES += [pytest.param(name, (10, 0), id=f"trtllm-gen: {name}") for name in ON_SM100]

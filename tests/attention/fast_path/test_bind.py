@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from fast_path_calls import ON_SM90, Call, Caller, suspended
 
 from cubin_runtime.attention import TensorView, paged_decode, plan_paged_decode
 from cubin_runtime.errors import UsageError, WorkspaceError
+from tests.attention.fast_path_calls import ON_SM90, Call, Caller, suspended
 
 CACHES = ("k_cache", "v_cache")
 MOVING = ("q", "page_table", "seq_lens", "out")

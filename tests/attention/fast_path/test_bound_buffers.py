@@ -6,11 +6,11 @@ import threading
 from typing import Any
 
 import pytest
-from fast_path_calls import ON_SM90, Call, Caller
 
 from cubin_runtime.attention import TensorView, plan_paged_decode
 from cubin_runtime.errors import WorkspaceError
 from cubin_runtime.launch.semaphore_workspace import SemaphoreWorkspace
+from tests.attention.fast_path_calls import ON_SM90, Call, Caller
 
 CACHES = ("k_cache", "v_cache")
 NAMES = (*CACHES, "q", "page_table", "seq_lens", "out")

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fast_path_calls import FullPaths
-from host_tensors import memory_of_host_tensors
 
 from cubin_runtime.attention import Runtime, paged_decode
 from cubin_runtime.errors import WorkspaceError
 from cubin_runtime.kernels.native.decode.params import PAGED_DECODE_TMA
 from cubin_runtime.launch.workspace import Workspace
 from cubin_runtime.testing import StandIn
+from tests.attention.fast_path_calls import FullPaths
+from tests.attention.host_tensors import memory_of_host_tensors
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch

@@ -9,21 +9,6 @@ from typing import Any
 from weakref import ref
 
 import pytest
-from adapter import NATIVE, PUBLISHED
-from any_size_calls import OPERATORS, calls_of
-from fast_path_calls import (
-    ON_SM90,
-    ON_SM100,
-    Caller,
-    NotingMemory,
-    _append_quantised,
-    _context,
-    _latent,
-    _merge,
-    _paged,
-    _paged_full,
-    _paged_ragged,
-)
 
 from cubin_runtime import Config
 from cubin_runtime.attention import (
@@ -36,6 +21,21 @@ from cubin_runtime.attention import (
 )
 from cubin_runtime.kernels.trtllm_gen.params import KERNEL_PARAMS
 from cubin_runtime.testing import GraphDriver, StandIn
+from tests.attention.any_size_calls import OPERATORS, calls_of
+from tests.attention.fast_path_calls import (
+    ON_SM90,
+    ON_SM100,
+    Caller,
+    NotingMemory,
+    _append_quantised,
+    _context,
+    _latent,
+    _merge,
+    _paged,
+    _paged_full,
+    _paged_ragged,
+)
+from tests.golden.adapter import NATIVE, PUBLISHED
 
 PLANS: dict[str, tuple[Callable[..., Any], Callable[..., dict[str, Any]]]] = {
     "paged": (plan_paged_decode, _paged),

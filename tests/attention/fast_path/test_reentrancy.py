@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fast_path_calls import ON_SM90, Call, Caller, FullPaths
 
 import cubin_runtime
 from cubin_runtime.attention.runtime import PlanCache
 from cubin_runtime.errors import CubinRuntimeError
+from tests.attention.fast_path_calls import ON_SM90, Call, Caller, FullPaths
 
 PACKAGE = str(Path(cubin_runtime.__file__).parent)
 NAMES = ["paged_decode", "paged_decode of ragged queries", "append_kv", "plain xqa"]

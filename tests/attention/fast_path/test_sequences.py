@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from fast_path_calls import ON_SM90, ON_SM100, Call, Caller, others_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
+from tests.attention.fast_path_calls import ON_SM90, ON_SM100, Call, Caller, others_of
 
 NAMES = (
     *("paged_decode", "paged_decode without out", "mla_decode", "plan.run", "mla plan.run", "plain xqa"),

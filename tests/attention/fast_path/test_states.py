@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fast_path_calls import ON_SM90, Call, Caller, FullPaths
 
 from cubin_runtime.attention import Runtime, paged_decode
 from cubin_runtime.debug.tracing import Recorder
@@ -18,6 +17,7 @@ from cubin_runtime.errors import UsageError, WorkspaceError
 from cubin_runtime.launch.semaphore_workspace import SemaphoreWorkspace
 from cubin_runtime.launch.workspace import Workspace
 from cubin_runtime.testing import StandIn
+from tests.attention.fast_path_calls import ON_SM90, Call, Caller, FullPaths
 
 MOST = 16
 

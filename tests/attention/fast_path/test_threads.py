@@ -9,10 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from any_size_calls import OPERATORS, calls_of
-from fast_path_calls import ON_SM90, Call, Caller
 
 from cubin_runtime.attention.fast_path import any_size, operator_function
+from tests.attention.any_size_calls import OPERATORS, calls_of
+from tests.attention.fast_path_calls import ON_SM90, Call, Caller
 
 operator_function_module = sys.modules[operator_function.__module__]
 

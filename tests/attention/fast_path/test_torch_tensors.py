@@ -9,8 +9,6 @@ from typing import Any
 from weakref import ref
 
 import pytest
-from fast_path_calls import FullPaths, suspended
-from host_tensors import memory_of_host_tensors
 
 from cubin_runtime.attention import Runtime, mla_decode, paged_decode, pipeline, plan_paged_decode
 from cubin_runtime.attention.fast_path import guards, operator_function
@@ -19,6 +17,8 @@ from cubin_runtime.errors import UsageError
 from cubin_runtime.kernels.native.decode.params import PAGED_DECODE_TMA
 from cubin_runtime.launch import senders
 from cubin_runtime.testing import StandIn
+from tests.attention.fast_path_calls import FullPaths, suspended
+from tests.attention.host_tensors import memory_of_host_tensors
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recorded_calls import call_bytes, decode_call, mla_call
 
 from cubin_runtime.debug.recorded.call import RecordedCall, RecordedTensor
 from cubin_runtime.debug.recorded.call_file import parse_call, read_call, write_call
 from cubin_runtime.dtypes import ITEM_BYTES
 from cubin_runtime.errors import CorruptError, MissingError, StoreError
 from cubin_runtime.tensor import TensorView
+from tests.attention.recorded_calls import call_bytes, decode_call, mla_call
 
 
 @pytest.mark.parametrize("call", [decode_call(), decode_call(ragged=True), mla_call(), decode_call(error="it failed")])

@@ -11,9 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from attention_examples import Tensors
-from trtllm_calls import MadeUpMemory
-from xqa_calls import xqa_batch_arguments
 
 from cubin_runtime.attention import Runtime, TensorView, paged_decode, plan_paged_decode
 from cubin_runtime.compat import flashinfer
@@ -24,6 +21,9 @@ from cubin_runtime.dtypes import ITEM_BYTES
 from cubin_runtime.errors import StoreError, UsageError
 from cubin_runtime.launch.driver_errors import DriverCallError
 from cubin_runtime.testing import StandIn
+from tests.attention.attention_examples import Tensors
+from tests.attention.trtllm_calls import MadeUpMemory
+from tests.attention.xqa_calls import xqa_batch_arguments
 
 CACHES = ("k_cache", "v_cache")
 LENGTHS = np.array([100, 64, 0, 1], dtype=np.int32)

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from recorded_calls import context_call, decode_call, mla_call
 
 from cubin_runtime.debug.recorded import replay_call
 from cubin_runtime.debug.recorded.call import RecordedCall, RecordedTensor
@@ -17,6 +16,7 @@ from cubin_runtime.debug.recorded.call_file import write_call
 from cubin_runtime.debug.recorded.replay import ReplayReport
 from cubin_runtime.errors import CorruptError, UsageError
 from cubin_runtime.tensor import TensorView
+from tests.attention.recorded_calls import context_call, decode_call, mla_call
 
 
 @pytest.fixture

@@ -7,15 +7,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
-from adapter import NATIVE, PUBLISHED
-from both_releases import both_releases_in
-from trtllm_calls import MadeUpMemory
-from trtllm_operators import Spy
 
 from cubin_runtime import Config
 from cubin_runtime.attention import Runtime
 from cubin_runtime.kernels.trtllm_gen.params import KERNEL_PARAMS
 from cubin_runtime.testing import GraphDriver, StandIn
+from tests.attention.both_releases import both_releases_in
+from tests.attention.trtllm_calls import MadeUpMemory
+from tests.attention.trtllm_operators import Spy
+from tests.golden.adapter import NATIVE, PUBLISHED
 
 HEAD_DIMS = ((128, 128), (512, 512), (576, 512), (320, 256), (192, 128))
 PAGES = (0, 1, 32, 64, 128)

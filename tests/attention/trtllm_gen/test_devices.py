@@ -6,7 +6,14 @@ from dataclasses import fields, replace
 from typing import Any
 
 import pytest
-from device_calls import (
+
+from cubin_runtime.attention import Runtime
+from cubin_runtime.attention import trtllm_gen as operators
+from cubin_runtime.compat import flashinfer
+from cubin_runtime.errors import CubinRuntimeError, FrozenError, UsageError
+from cubin_runtime.kernels.trtllm_gen.call import Call
+from cubin_runtime.testing import StandIn
+from tests.attention.device_calls import (
     CHECKED_ONLY,
     CONTEXTS,
     ON_TRTLLM_GEN_KERNELS,
@@ -16,15 +23,8 @@ from device_calls import (
     tensors_of,
     with_two_devices,
 )
-from trtllm_calls import MadeUpMemory, decode_arguments
-from trtllm_operators import OPERATORS, Spy, reduced_mla
-
-from cubin_runtime.attention import Runtime
-from cubin_runtime.attention import trtllm_gen as operators
-from cubin_runtime.compat import flashinfer
-from cubin_runtime.errors import CubinRuntimeError, FrozenError, UsageError
-from cubin_runtime.kernels.trtllm_gen.call import Call
-from cubin_runtime.testing import StandIn
+from tests.attention.trtllm_calls import MadeUpMemory, decode_arguments
+from tests.attention.trtllm_operators import OPERATORS, Spy, reduced_mla
 
 # The workspace is looked at after planning, for which the made-up release has no kernel.
 NOT_REACHED = {(name, "workspace_buffer") for name in CHECKED_ONLY}

@@ -9,8 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from trtllm_calls import MadeUpMemory, context_arguments, decode_arguments, launched, mla_arguments
-from trtllm_operators import OPERATORS, Spy, expected_parameters, main_launch, reduced_mla
 
 from cubin_runtime.attention import Runtime
 from cubin_runtime.attention import trtllm_gen as operators
@@ -21,6 +19,8 @@ from cubin_runtime.kernels.trtllm_gen.batch_invariance import InvarianceRefused
 from cubin_runtime.kernels.trtllm_gen.call import Call
 from cubin_runtime.kernels.trtllm_gen.params import KERNEL_PARAMS
 from cubin_runtime.testing import StandIn
+from tests.attention.trtllm_calls import MadeUpMemory, context_arguments, decode_arguments, launched, mla_arguments
+from tests.attention.trtllm_operators import OPERATORS, Spy, expected_parameters, main_launch, reduced_mla
 
 FP8 = "float8_e4m3fn"
 NON_PORTABLE_CLUSTER = "14"  # CUfunction_attribute

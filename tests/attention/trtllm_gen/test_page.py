@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-from host_tensors import memory_of_host_tensors
 
 from cubin_runtime.attention import Runtime
 from cubin_runtime.testing import StandIn
-
-sys.path.append(str(Path(__file__).parents[2] / "docs"))
-from pages import BLOCKS
+from tests.attention.host_tensors import memory_of_host_tensors
+from tests.docs.pages import BLOCKS
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch

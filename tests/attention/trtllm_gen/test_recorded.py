@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from trtllm_calls import MadeUpMemory
-from trtllm_operators import OPERATORS, Spy
 
 from cubin_runtime.attention import Runtime
 from cubin_runtime.attention.trtllm_gen.plan_key import plan_key
 from cubin_runtime.debug.recorded import CallRecorder, read_call, replay_call
+from tests.attention.trtllm_calls import MadeUpMemory
+from tests.attention.trtllm_operators import OPERATORS, Spy
 
 KINDS = {"decode": "DecodeCall", "mla": "DecodeCall", "context": "ContextCall", "ragged": "RaggedCall"}
 

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
-from trtllm_examples import recorded_cases
 
 from cubin_runtime.attention.trtllm_gen.checks import check_call
 from cubin_runtime.cli.recorded_cases import call_of
 from cubin_runtime.errors import UsageError
+from tests.kernels.trtllm_examples import recorded_cases
 
 
 def ragged_and_skipping(families: tuple[str, ...]) -> Iterator[Mapping[str, Any]]:

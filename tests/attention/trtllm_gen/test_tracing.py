@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from copying_examples import view
-from tracing_files import definitions, workloads
-from trtllm_calls import MadeUpMemory
-from trtllm_operators import OPERATORS
 
 from cubin_runtime.attention.trtllm_gen import DecodeCall
 from cubin_runtime.debug.tracing import Recorder
 from cubin_runtime.debug.tracing.trtllm_gen import traced_trtllm_gen
+from tests.attention.copying_examples import view
+from tests.attention.tracing_files import definitions, workloads
+from tests.attention.trtllm_calls import MadeUpMemory
+from tests.attention.trtllm_operators import OPERATORS
 
 pytestmark = pytest.mark.usefixtures("runtime")
 BEGINS = {

@@ -18,8 +18,8 @@ from cubin_runtime.debug.tracing.trtllm_gen import traced_trtllm_gen
 pytestmark = pytest.mark.torch
 torch = pytest.importorskip("torch")
 
-from test_context_tracing_reference import HEADS, KV_HEADS, random, sums  # noqa: E402  (they need torch)
-from test_tracing_reference import agree, view_of  # noqa: E402
+from tests.attention.test_context_tracing_reference import HEADS, KV_HEADS, random, sums  # noqa: E402  (they need torch)
+from tests.attention.test_tracing_reference import agree, view_of  # noqa: E402
 
 DIM, PAGE, PAGES, LENGTHS, Q_LENS = 16, 8, 30, (21, 2, 9, 40), (4, 1, 0, 4)
 SCALES = {"bmm1_scale": 0.3, "bmm2_scale": 0.7, "bmm1": Scale(0.3), "bmm2": Scale(0.7)}

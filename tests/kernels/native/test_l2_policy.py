@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from variant_kernels import kernel_of
 
 from cubin_runtime.artifacts.tables.native_kernels import NativeKernel
 from cubin_runtime.kernels.native.l2_policy import l2_choice
 from kernels_src.variants import VARIANTS, Variant
+from tests.kernels.variant_kernels import kernel_of
 
 BUILT = {variant.name: variant for variant in VARIANTS}
 # Operations whose kernels were measured with another policy, on SM90a.

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from copying_kernels import KERNELS
-from examples import device
 
 from cubin_runtime.errors import UsageError
 from cubin_runtime.kernels.native.selection import only_kernel
+from tests.kernels.copying_kernels import KERNELS
+from tests.launch.examples import device
 
 
 @pytest.mark.parametrize(("major", "minor"), [(8, 9), (10, 0), (12, 0)])

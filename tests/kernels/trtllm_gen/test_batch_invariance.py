@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from trtllm_examples import MLA, PROBLEM, SPARSE_MLA, recorded_kernels
 
 from cubin_runtime.kernels.trtllm_gen.batch_invariance import InvarianceRefused, canonical, select_invariant
 from cubin_runtime.kernels.trtllm_gen.problem import Problem
 from cubin_runtime.kernels.trtllm_gen.select import Selection
+from tests.kernels.trtllm_examples import MLA, PROBLEM, SPARSE_MLA, recorded_kernels
 
 FORMS = {
     "gqa": PROBLEM,

@@ -7,13 +7,13 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from trtllm_examples import recorded_cases, recorded_kernels
 
 from cubin_runtime.artifacts.path import ArtifactPath
 from cubin_runtime.cli.recorded_cases import occupancy_of, problem_of
 from cubin_runtime.kernels.trtllm_gen.decision import Decision, decide, decide_selected
 from cubin_runtime.kernels.trtllm_gen.problem import Bindings, Problem
 from cubin_runtime.launch.tensormap import TensorMapSpec
+from tests.kernels.trtllm_examples import recorded_cases, recorded_kernels
 
 FAMILIES = (
     "decode_gqa",

@@ -3,11 +3,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from trtllm_examples import PROBLEM, decode_rows, finder, room_for
 
 from cubin_runtime.artifacts.path import ArtifactPath
 from cubin_runtime.kernels.trtllm_gen.decision import Decision, decide
 from cubin_runtime.kernels.trtllm_gen.params import KERNEL_PARAMS
+from tests.kernels.trtllm_examples import PROBLEM, decode_rows, finder, room_for
 
 KERNELS = finder(*decode_rows())
 THROUGH_MEMORY = replace(PROBLEM, max_kv=100_000)

@@ -1,12 +1,11 @@
 from __future__ import annotations
 
-from example_cases import case_of
-from trtllm_examples import recorded_kernels
-
 from cubin_runtime.cli.example_call import Shapes
 from cubin_runtime.cli.recorded_cases import occupancy_of, problem_of
 from cubin_runtime.kernels.trtllm_gen import explanation
 from cubin_runtime.kernels.trtllm_gen.decision import decide
+from tests.kernels.example_cases import case_of
+from tests.kernels.trtllm_examples import recorded_kernels
 
 MLA = {"heads_q": 128, "heads_kv": 1, "head_dim": 576, "head_dim_v": 512}
 

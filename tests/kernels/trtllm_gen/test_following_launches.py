@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from functools import cache
 
-from trtllm_examples import recorded_cases, recorded_kernels
-
 from cubin_runtime.cli.recorded_cases import occupancy_of, problem_of
 from cubin_runtime.kernels.native.layouts import LAYOUTS
 from cubin_runtime.kernels.native.reduction.plan import KV_REDUCTION, LSE_FROM_STATISTICS
 from cubin_runtime.kernels.trtllm_gen.decision import Decision, decide
+from tests.kernels.trtllm_examples import recorded_cases, recorded_kernels
 
 STRUCTS = {KV_REDUCTION: "KvReductionParams", LSE_FROM_STATISTICS: "LseFromStatisticsParams"}
 

@@ -8,10 +8,8 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from example_cases import case_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trtllm_examples import PROBLEM, ROW, finder, named, recorded_cases, recorded_kernels
 
 from cubin_runtime.artifacts.tables.metadata import KernelMeta
 from cubin_runtime.cli.example_call import DTYPES, Shapes
@@ -23,6 +21,8 @@ from cubin_runtime.kernels.trtllm_gen.kernel_finder import KernelFinder
 from cubin_runtime.kernels.trtllm_gen.select import MAX_PASSES
 from cubin_runtime.kernels.trtllm_gen.traits import KernelType, MaskType, Policy, QkvLayout, SparseType
 from cubin_runtime.launch.tensormap import TensorMapError, TensorMapSpec
+from tests.kernels.example_cases import case_of
+from tests.kernels.trtllm_examples import PROBLEM, ROW, finder, named, recorded_cases, recorded_kernels
 
 EDGES = [0, 1, 2, 7, 8, 16, 31, 32, 64, 127, 128, 256, 512, 576, 1000, 4096, 65536, INT32_MAX]
 sizes = st.sampled_from(EDGES) | st.integers(0, INT32_MAX)

@@ -3,12 +3,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from trtllm_examples import MLA, PROBLEM, ROW, SPARSE_MLA
 
 from cubin_runtime.kernels.trtllm_gen.errors import PlanRefused
 from cubin_runtime.kernels.trtllm_gen.grid import lay_out
 from cubin_runtime.kernels.trtllm_gen.select import first_key
 from cubin_runtime.kernels.trtllm_gen.traits import KernelType, MaskType, MultiCtasMode, TileScheduler
+from tests.kernels.trtllm_examples import MLA, PROBLEM, ROW, SPARSE_MLA
 
 KEY = first_key(PROBLEM)._replace(kernel_type=KernelType.SWAPS_AB)
 ALONE = replace(PROBLEM, multi_ctas=False)

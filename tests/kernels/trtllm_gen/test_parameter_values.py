@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
-from trtllm_examples import MLA, PROBLEM, ROW
 
 from cubin_runtime.kernels.trtllm_gen.grid import Geometry
 from cubin_runtime.kernels.trtllm_gen.parameter_values import parameter_values
@@ -14,6 +13,7 @@ from cubin_runtime.kernels.trtllm_gen.problem import Bindings
 from cubin_runtime.kernels.trtllm_gen.tensor_maps import describe_tensors
 from cubin_runtime.kernels.trtllm_gen.workspace_layout import partial_offset
 from cubin_runtime.launch.fastmoddiv import FastModDiv
+from tests.kernels.trtllm_examples import MLA, PROBLEM, ROW
 
 GEOMETRY = Geometry((16, 8, 1), 1, 3, 16, 4, None)
 DESCRIPTORS = {name: bytes((place,)) * 128 for place, name in enumerate(("tmaQ_", "tmaK_", "tmaV_", "tmaO_"), 1)}

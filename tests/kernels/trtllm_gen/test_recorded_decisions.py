@@ -8,10 +8,10 @@ from functools import cache
 from typing import Any
 
 import pytest
-from trtllm_examples import recorded_cases, recorded_kernels
 
 from cubin_runtime.cli.recorded_decisions import record_of_case
 from cubin_runtime.kernels.trtllm_gen.traits import Policy
+from tests.kernels.trtllm_examples import recorded_cases, recorded_kernels
 
 KEYS = (
     "ok",

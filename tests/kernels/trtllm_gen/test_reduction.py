@@ -3,13 +3,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from trtllm_examples import MLA, PROBLEM, ROW
 
 from cubin_runtime.kernels.trtllm_gen.errors import PlanRefused
 from cubin_runtime.kernels.trtllm_gen.grid import Geometry
 from cubin_runtime.kernels.trtllm_gen.problem import Bindings
 from cubin_runtime.kernels.trtllm_gen.reduction import lse_after, reduction_after
 from cubin_runtime.kernels.trtllm_gen.traits import MultiCtasMode, SparseType
+from tests.kernels.trtllm_examples import MLA, PROBLEM, ROW
 
 KEEPS = replace(ROW, tile_q=64, head_dim_per_cta_v=256, two_cta_mma=True, multi_ctas_kv_mode=2)
 WIDE = replace(MLA, heads_q=128, max_q=4)

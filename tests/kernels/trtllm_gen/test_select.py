@@ -4,7 +4,6 @@ from dataclasses import replace
 from itertools import count
 
 import pytest
-from trtllm_examples import MLA, PROBLEM, ROW, SPARSE_MLA, decode_rows, finder, named, never_asked, room_for
 
 from cubin_runtime.kernels.trtllm_gen.errors import MISSING_FIRST, MISSING_LATER, KernelMissing, PlanRefused
 from cubin_runtime.kernels.trtllm_gen.kernel_finder import KernelSet
@@ -24,6 +23,17 @@ from cubin_runtime.kernels.trtllm_gen.traits import (
     Policy,
     QkvLayout,
     TileScheduler,
+)
+from tests.kernels.trtllm_examples import (
+    MLA,
+    PROBLEM,
+    ROW,
+    SPARSE_MLA,
+    decode_rows,
+    finder,
+    named,
+    never_asked,
+    room_for,
 )
 
 

@@ -3,7 +3,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from trtllm_examples import PROBLEM, ROW, SPARSE_MLA, recorded_cases, recorded_kernels
 
 from cubin_runtime.cli.recorded_cases import occupancy_of, problem_of
 from cubin_runtime.kernels.trtllm_gen.arithmetic import INT32_MAX
@@ -13,6 +12,7 @@ from cubin_runtime.kernels.trtllm_gen.problem import Bindings, Strides
 from cubin_runtime.kernels.trtllm_gen.tensor_maps import describe_tensors
 from cubin_runtime.kernels.trtllm_gen.traits import KernelType, Policy, QkvLayout
 from cubin_runtime.launch.tensormap import TensorMapSpec
+from tests.kernels.trtllm_examples import PROBLEM, ROW, SPARSE_MLA, recorded_cases, recorded_kernels
 
 FP8 = replace(PROBLEM, dtype_q="e4m3", dtype_k="e4m3", dtype_v="e4m3")
 MIXED = replace(PROBLEM, dtype_k="e4m3", dtype_v="e4m3", head_dim_qk=64, head_dim_v=64)

@@ -5,7 +5,6 @@ from math import ceil
 
 import numpy as np
 import pytest
-from trtllm_examples import PROBLEM, ROW, decode_rows, finder, never_asked, room_for
 
 from cubin_runtime.kernels.trtllm_gen.errors import MISSING_LATER, KernelMissing
 from cubin_runtime.kernels.trtllm_gen.grid import Geometry
@@ -21,6 +20,7 @@ from cubin_runtime.kernels.trtllm_gen.tile_size import (
     modelled_cost,
 )
 from cubin_runtime.kernels.trtllm_gen.traits import KernelType, MaskType, MultiCtasMode, Policy
+from tests.kernels.trtllm_examples import PROBLEM, ROW, decode_rows, finder, never_asked, room_for
 
 # Few CTAs: one sequence, one KV head, four tokens of sixteen heads each.
 FEW = replace(PROBLEM, heads_q=16, heads_kv=1, max_q=4, tokens_q=4, max_kv=4096)

@@ -3,7 +3,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from trtllm_examples import PROBLEM, ROW
 
 from cubin_runtime.kernels.trtllm_gen.errors import WorkspaceRefused
 from cubin_runtime.kernels.trtllm_gen.grid import Geometry
@@ -15,6 +14,7 @@ from cubin_runtime.kernels.trtllm_gen.workspace_layout import (
     place_regions,
     scratch_bytes,
 )
+from tests.kernels.trtllm_examples import PROBLEM, ROW
 
 SPLIT = Geometry((16, 8, 1), 1, 1, 16, 4, None)
 STATS = 8 * 32 * 2 * 256 + (1 << 20)

@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from decode_kernels import decode_kernel
 
 from cubin_runtime.artifacts.path import ArtifactPath
 from cubin_runtime.kernels.native.decode.grids import ANY_ROWS
@@ -15,6 +14,7 @@ from cubin_runtime.kernels.native.decode.select import DecodeSelection
 from cubin_runtime.kernels.native.launches import WORKSPACE_FIELDS, KernelFile, NativeLaunch
 from cubin_runtime.launch.plan import LaunchPlan
 from cubin_runtime.launch.tensormap import TensorMapSpec
+from tests.kernels.decode_kernels import decode_kernel
 
 PROBLEM = DecodeProblem(
     batch=3,

@@ -4,17 +4,17 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from decode_kernels import HOPPER, decode_kernel
-from examples import H100, device
 from hypothesis import given
 from hypothesis import strategies as st
-from select_cases import ALL, SHAPE, chosen, fit_of, microseconds, one, rows_of, shapes, words
 
 from cubin_runtime.errors import UsageError
 from cubin_runtime.kernels.native.cost_model import H200, restated
 from cubin_runtime.kernels.native.decode.grids import Part, extent_of, least_us
 from cubin_runtime.kernels.native.decode.select import select_decode
 from cubin_runtime.kernels.native.decode.shape import DecodeShape
+from tests.kernels.decode_kernels import HOPPER, decode_kernel
+from tests.kernels.select_cases import ALL, SHAPE, chosen, fit_of, microseconds, one, rows_of, shapes, words
+from tests.launch.examples import H100, device
 
 
 @pytest.mark.parametrize(

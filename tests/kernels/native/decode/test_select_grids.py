@@ -3,11 +3,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from decode_kernels import HOPPER, decode_kernel
-from examples import H100, device
 from hypothesis import given
 from hypothesis import strategies as st
-from select_cases import ALL, SHAPE, chosen, fit_of, one, shapes
 
 from cubin_runtime.artifacts.tables.native_kernels import NativeKernel
 from cubin_runtime.kernels.native.cost_model import OTHER
@@ -22,6 +19,9 @@ from cubin_runtime.kernels.native.decode.grids import (
 )
 from cubin_runtime.kernels.native.decode.select import select_decode
 from cubin_runtime.kernels.native.decode.shape import DecodeShape
+from tests.kernels.decode_kernels import HOPPER, decode_kernel
+from tests.kernels.select_cases import ALL, SHAPE, chosen, fit_of, one, shapes
+from tests.launch.examples import H100, device
 
 EVERY = Part(0, ANY_ROWS, None)
 

@@ -3,16 +3,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from decode_kernels import HOPPER, decode_kernel
-from examples import H100
 from hypothesis import given
 from hypothesis import strategies as st
-from select_cases import ALL, H200_DEVICE, SHAPE, WARPGROUPS, chosen, launches, one, shapes, words
 
 from cubin_runtime.errors import UsageError
 from cubin_runtime.kernels.native.decode.grids import ANY_ROWS
 from cubin_runtime.kernels.native.decode.select import select_decode
 from cubin_runtime.kernels.native.decode.shape import DecodeShape, split_count
+from tests.kernels.decode_kernels import HOPPER, decode_kernel
+from tests.kernels.select_cases import ALL, H200_DEVICE, SHAPE, WARPGROUPS, chosen, launches, one, shapes, words
+from tests.launch.examples import H100
 
 
 def test_by_default_one_launch_takes_all_requests() -> None:

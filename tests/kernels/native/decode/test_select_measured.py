@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import pytest
-from decode_kernels import HOPPER
-from examples import H100
 
 from cubin_runtime.kernels.native.decode.candidates import Fit
 from cubin_runtime.kernels.native.decode.select import DecodeSelection, select_decode
 from cubin_runtime.kernels.native.decode.shape import DecodeShape
+from tests.kernels.decode_kernels import HOPPER
+from tests.launch.examples import H100
 
 H200 = replace(H100, name="NVIDIA H200")
 KV_HEADS = 8

@@ -6,11 +6,11 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from decode_kernels import HOPPER, segments_kernel
-from select_cases import H200_DEVICE, SHAPE
 
 from cubin_runtime.kernels.native.decode.grids import ANY_ROWS
 from cubin_runtime.kernels.native.decode.select import select_decode
+from tests.kernels.decode_kernels import HOPPER, segments_kernel
+from tests.kernels.select_cases import H200_DEVICE, SHAPE
 
 SIZES = (*product((8, 16, 64), (64, 128)), (128, 128))  # rows, head_dim
 KERNELS = (*HOPPER, *(segments_kernel(rows, head_dim) for rows, head_dim in SIZES))

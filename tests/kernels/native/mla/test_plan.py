@@ -3,9 +3,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from examples import DIGEST, H100
-from mla_examples import FEW, KERNELS, WIDE
-
 from cubin_runtime.artifacts.path import ArtifactPath
 from cubin_runtime.kernels.native.launches import KernelFile
 from cubin_runtime.kernels.native.mla.params import PAGED_MLA_DECODE
@@ -13,6 +10,8 @@ from cubin_runtime.kernels.native.mla.plan import MlaProblem, cache_descriptor, 
 from cubin_runtime.kernels.native.mla.select import MlaSelection, MlaShape, select_mla_decode
 from cubin_runtime.launch.plan import LaunchPlan
 from cubin_runtime.launch.tensormap import check_tensor_map
+from tests.kernels.mla_examples import FEW, KERNELS, WIDE
+from tests.launch.examples import DIGEST, H100
 
 PROBLEM = MlaProblem(
     batch=6,

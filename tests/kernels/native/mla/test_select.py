@@ -4,13 +4,13 @@ import re
 from dataclasses import replace
 
 import pytest
-from examples import H100, device
-from mla_examples import KERNELS, PORTABLE, WIDE
 
 from cubin_runtime.artifacts.tables.native_kernels import NativeKernel
 from cubin_runtime.errors import UsageError
 from cubin_runtime.kernels.native.constants import CONSTANTS
 from cubin_runtime.kernels.native.mla.select import MlaShape, invariant_splits, select_mla_decode
+from tests.kernels.mla_examples import KERNELS, PORTABLE, WIDE
+from tests.launch.examples import H100, device
 
 SHAPE = MlaShape("bf16", 512, heads=128, batch=64, max_seq_len=4096)
 

@@ -4,8 +4,6 @@ import math
 from dataclasses import replace
 
 import pytest
-from context_examples import KERNELS
-from examples import DIGEST, H100
 
 from cubin_runtime.artifacts.path import ArtifactPath
 from cubin_runtime.kernels.native.launches import KernelFile
@@ -14,6 +12,8 @@ from cubin_runtime.kernels.native.prefill.plan import ContextProblem, KvStrides,
 from cubin_runtime.kernels.native.prefill.select import ContextShape, select_context_attention
 from cubin_runtime.launch.plan import LaunchPlan
 from cubin_runtime.launch.tensormap import check_tensor_map
+from tests.kernels.context_examples import KERNELS
+from tests.launch.examples import DIGEST, H100
 
 RAGGED = ContextProblem(
     dtype="bf16",

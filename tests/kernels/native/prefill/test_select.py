@@ -6,11 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from context_examples import KERNELS
-from examples import H100, device
 
 from cubin_runtime.errors import UsageError
 from cubin_runtime.kernels.native.prefill.select import ContextShape, select_context_attention
+from tests.kernels.context_examples import KERNELS
+from tests.launch.examples import H100, device
 
 RESULTS = Path(__file__).parents[4] / "benchmarks" / "results"
 SHAPE = ContextShape("bf16", "bf16", 128, group=4, kv_heads=8, batch=1, tokens=8192, max_seq_len=8192)

@@ -1,12 +1,12 @@
 from __future__ import annotations
 
 import pytest
-from reduction_kernel import KERNEL
 
 from cubin_runtime.artifacts.path import ArtifactPath
 from cubin_runtime.kernels.native.launches import KernelFile
 from cubin_runtime.kernels.native.layouts import LAYOUTS
 from cubin_runtime.kernels.native.reduction.plan import OperationLaunch, lse_from_statistics
+from tests.kernels.reduction_kernel import KERNEL
 
 FILE = KernelFile(ArtifactPath("release/lse.cubin"), "ab" * 32, LAYOUTS["LseFromStatisticsParams"])
 

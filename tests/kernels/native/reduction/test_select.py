@@ -3,11 +3,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from reduction_kernel import KERNEL
 
 from cubin_runtime.errors import UsageError
 from cubin_runtime.kernels.native.reduction.plan import KV_REDUCTION, LSE_FROM_STATISTICS
 from cubin_runtime.kernels.native.reduction.select import choose_kernel
+from tests.kernels.reduction_kernel import KERNEL
 
 BF16 = {"dtype_partial": "bf16", "dtype_out": "bf16"}
 
