@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, fields, replace
 from functools import cache
 from math import gcd
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 from ..dtypes import ITEM_BYTES
@@ -21,7 +20,6 @@ from .scales import flat_scalar, split_scale
 
 Given = Mapping[str, Any]
 LENGTHS = ("int32", "uint32")
-_NAME = attrgetter("name")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,32 +63,26 @@ class TensorArg:
         return view if self.canonical is None else self.canonical(view, options)
 
 
-class CallTensors:
-    """The canonical views of one call's tensors, by name and in the order of the declaration; immutable."""
+class CallTensors(dict[str, TensorView]):
+    """The canonical views of one call's tensors by name, without those that are left out; it does not change.
 
-    __slots__ = ("_by_name", "_there", "declared", "specs")
+    ``declared`` are the tensors of the declaration, in its order, and ``specs`` their forms, None for what is left out.
+    Calls of equal forms can share a plan.
+    """
+
+    __slots__ = ("_there", "declared", "specs")
 
     def __init__(self, declared: Sequence[TensorArg], views: Sequence[TensorView | None]) -> None:
         self.declared = tuple(declared)
-        self._by_name: dict[str, TensorView | None] = dict(zip(map(_NAME, declared), views, strict=True))
         self._there = [(arg, view) for arg, view in zip(declared, views, strict=True) if view is not None]
-        # The forms: calls of equal forms can share a plan.
+        super().__init__([(arg.name, view) for arg, view in self._there])
         self.specs: tuple[TensorSpec | None, ...] = tuple([view.spec if view else None for view in views])
-
-    def __getitem__(self, name: str) -> TensorView:
-        view = self._by_name[name]
-        if view is None:
-            raise KeyError(name)
-        return view
-
-    def get(self, name: str) -> TensorView | None:
-        """The tensor, None if it is left out."""
-        return self._by_name[name]
 
     @property
     def addresses(self) -> tuple[int, ...]:
         """The addresses, 0 for what is left out."""
-        return tuple([view.pointer if view else 0 for view in self._by_name.values()])
+        views = [self.get(arg.name) for arg in self.declared]
+        return tuple([view.pointer if view else 0 for view in views])
 
     @property
     def sized(self) -> dict[str, int]:
@@ -100,13 +92,13 @@ class CallTensors:
 
     def resized(self, sizes: Mapping[str, int]) -> CallTensors:
         """The same with other first dimensions, by name."""
-        views = dict(self._by_name)
-        for name, size in sizes.items():
-            view = views.get(name)
-            if view is not None and view.shape[0] != size:
-                shape = (size, *view.shape[1:])
-                views[name] = TensorView(view.pointer, view.dtype, shape, view.strides, view.device)
-        return CallTensors(self.declared, tuple(views.values()))
+        views = []
+        for arg in self.declared:
+            view, size = self.get(arg.name), sizes.get(arg.name)
+            if view is not None and size is not None and view.shape[0] != size:
+                view = TensorView(view.pointer, view.dtype, (size, *view.shape[1:]), view.strides, view.device)
+            views.append(view)
+        return CallTensors(self.declared, views)
 
     def check_dtypes(self) -> None:
         """Check that every tensor has an allowed dtype."""
@@ -160,8 +152,8 @@ class CallTensors:
 
     def check_planned(self, planned: Sequence[TensorSpec | None]) -> None:
         """Raise ``UsageError`` for the first tensor that is not of the form that a plan was made for."""
-        for (name, view), expected in zip(self._by_name.items(), planned, strict=True):
-            came = view.spec if view else None
+        for arg, came, expected in zip(self.declared, self.specs, planned, strict=True):
+            name = arg.name
             if came and expected and came.device != expected.device:
                 raise UsageError(f"{name}: on device {came.device}, planned for device {expected.device}")
             if came != expected:
