@@ -84,13 +84,13 @@ class AppendProblem:
         self.requests = torch.arange(case.batch, device=device).repeat_interleave(new)
         self.positions = torch.arange(new, 2 * new, device=device).repeat(case.batch)
         self.given = {
-            "key": self.key,
-            "value": self.value,
+            "k": self.key,
+            "v": self.value,
             "k_cache": self.k_cache,
             "v_cache": self.v_cache,
             "page_table": self.table,
             "seq_lens": self.lens,
-            "cum_seq_lens": self.offsets,
+            "q_cu_seq_lens": self.offsets,
         }
         self.plan = plan_append_kv(**self.given, kv_layout=case.layout, runtime=runtime)
 
@@ -166,7 +166,7 @@ class MergeProblem:
         self.s = torch.randn(case.tokens, case.parts, case.heads, device="cuda")
         self.out = torch.empty(case.tokens, case.heads, case.dim, device="cuda", dtype=torch.bfloat16)
         self.lse = torch.empty(case.tokens, case.heads, device="cuda")
-        self.given = {"v": self.v, "s": self.s, "out": self.out, "lse": self.lse}
+        self.given = {"parts": self.v, "part_lses": self.s, "out": self.out, "lse": self.lse}
         self.plan = plan_merge_states(**self.given, runtime=runtime)
 
     @property

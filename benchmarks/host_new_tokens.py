@@ -96,7 +96,7 @@ def cases(runtime: Runtime) -> dict[str, Call]:
     def append(tokens: int, others: bool) -> Callable[[], Any]:
         batch = 1 + tokens % 64 if others else 40
         new = [view(0x7F30_0000_0000 + (place << 32), "bfloat16", tokens, KV_HEADS, DIM) for place in (0, 1)]
-        given = {**lengths(batch), "cum_seq_lens": ints(2, batch + 1)}
+        given = {**lengths(batch), "q_cu_seq_lens": ints(2, batch + 1)}
         return lambda: append_kv(*new, k, v, **given, **on)
 
     def decode(invariant: bool) -> Any:

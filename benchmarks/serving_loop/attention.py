@@ -78,7 +78,7 @@ class Ours:
 
     def append(self, k: torch.Tensor, v: torch.Tensor, caches: Caches) -> None:
         rows = self.rows
-        append_kv(k, v, *caches, rows.table, rows.lens, cum_seq_lens=rows.offsets, workspace=self.workspace)
+        append_kv(k, v, *caches, rows.table, rows.lens, q_cu_seq_lens=rows.offsets, workspace=self.workspace)
 
     def attend(self, q: torch.Tensor, caches: Caches) -> torch.Tensor:
         rows, n, out = self.rows, self.rows.decodes, torch.empty_like(q)

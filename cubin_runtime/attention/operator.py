@@ -188,7 +188,8 @@ class Operator:
 
     ``check`` raises for a call that breaks a rule. ``launches`` plans a checked call for a device with the kernels of a
     release. ``output`` is the form of ``out`` for the arguments of a call that leaves it out. ``op_options`` are
-    arguments of its torch op that are neither tensors nor options, with their kinds.
+    arguments of its torch op that are neither tensors nor options, with their kinds. ``former`` are names that
+    arguments had in the last minor version -> their names.
     """
 
     name: str
@@ -200,6 +201,7 @@ class Operator:
     takes_zero: bool = False
     output: Callable[[Given], OutputForm] | None = None
     op_options: Mapping[str, str] = field(default_factory=dict)
+    former: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def option_kinds(self) -> Mapping[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import warnings
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from .hook import Run, installed
 from .operator import CallTensors, Given, Operator
 from .region_places import RegionPlaces
 from .runtime import PlanRuntime
+from .user_frame import stacklevel_of_user
 
 if TYPE_CHECKING:
     from ..protocols import Stream
@@ -91,6 +93,13 @@ class OperatorPlan:
     def selections(self) -> tuple[Any, ...]:
         """The kernel and grid chosen for each launch, and the reason."""
         return tuple(launch.selection for launch in self.launches)
+
+    @property
+    def selection(self) -> Any:
+        """The first of the selections, as some plans had it; they are ``selections`` now."""
+        words = "selection is now called selections, one for each launch; the next minor version has no selection"
+        warnings.warn(words, DeprecationWarning, stacklevel=stacklevel_of_user())
+        return self.selections[0]
 
     @property
     def workspace_bytes(self) -> int:

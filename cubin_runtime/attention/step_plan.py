@@ -16,6 +16,7 @@ from .fast_path.guards import KnownForms, guarded
 from .fast_path.path import BoundPlace, Path
 from .fast_path.paths import Binding, new_paths
 from .fast_path.table import Address, CallTable, Constant, TensorRow
+from .former_names import renamed_options
 from .operator_plan import OperatorPlan
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ def bind_step(
     graphs: int,
 ) -> BoundStep:
     """``plan.bind``; the dict is this function's own."""
+    arguments = renamed_options("bind", plan.operator.former, arguments)
     names = [arg.name for arg in plan.operator.tensors]
     known = dict.fromkeys((*names, *plan.operator.number_arguments))
     for name in arguments:
@@ -129,7 +131,7 @@ class _FullStep:
         planned = zip(plan.operator.tensors, plan.specs, strict=True)
         self.free = tuple(arg for arg, spec in planned if spec is not None and arg.name not in arguments)
         self._binding = Binding([arg.name for arg in self.free], {}, len(self.free))
-        self._bound = dict(arguments)
+        self._bound, self._former = dict(arguments), plan.operator.former
         self._kept = kept
 
     def in_order(self, tensors: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Any]:
@@ -139,6 +141,8 @@ class _FullStep:
             TypeError: they are not those.
         """
         ordered = self._binding.in_order(tensors, named)
+        if ordered is None and not self._former.keys().isdisjoint(named):
+            ordered = self._binding.in_order(tensors, renamed_options("step", self._former, named))
         if ordered is None:
             names = ", ".join(arg.name for arg in self.free)
             came = ", ".join([f"{len(tensors)} by position", *named])

@@ -144,7 +144,7 @@ class ContextParallelMerge:
             base = {"lse_base": self._lse_base}
             buffers.gathered[self._rank].fill_(float("-inf"))
             self._merge_states(buffers.zeros, buffers.part_lses, out=buffers.zero, lse=buffers.other_lse, **base)
-            own = {"v_other": buffers.out, "s_other": buffers.lse, "sinks": sinks, **base}
+            own = {"other": buffers.out, "other_lse": buffers.lse, "sinks": sinks, **base}
             results = {"out": buffers.weighed, "lse": buffers.total_lse}
             self._merge_states(buffers.zero_part, buffers.other_lse[:, None], **own, **results)
 

@@ -127,7 +127,7 @@ def _over_new_keys(
     launch_part(launch, part, options, out=out, lse=lse)
     if context is not None:
         v_other, s_other = context
-        launch_part(partial(merge_states, out, lse, v_other=v_other, s_other=s_other), part, options, out=out)
+        launch_part(partial(merge_states, out, lse, other=v_other, other_lse=s_other), part, options, out=out)
 
 
 def hold_a_dealt_step(q: Any, world: int) -> None:

@@ -221,4 +221,4 @@ def _dealt_plans(
         new["softmax_scale"] = options.softmax_scale
         for lse in (None, own_sums):
             yield plan_context_attention(own, new_keys, new_keys, own, lse, **new)
-    yield plan_merge_states(own, own_sums, own, v_other=own, s_other=own_sums)
+    yield plan_merge_states(own, own_sums, own, other=own, other_lse=own_sums)

@@ -60,9 +60,9 @@ def even_context(tensor: Tensors, tokens: int, batch: int, bound: int) -> Argume
 
 def append(tensor: Tensors, tokens: int, batch: int, bound: int) -> Arguments:
     """New tokens by prefix sums."""
-    new = {name: tensor(name, "bfloat16", tokens, 8, 128) for name in ("key", "value")}
+    new = {name: tensor(name, "bfloat16", tokens, 8, 128) for name in ("k", "v")}
     given = {**new, **_caches(tensor, "k_cache", "v_cache"), **_lengths(tensor, batch)}
-    return {**given, "cum_seq_lens": tensor("sums", "int32", batch + 1)}
+    return {**given, "q_cu_seq_lens": tensor("sums", "int32", batch + 1)}
 
 
 def append_by_position(tensor: Tensors, tokens: int, batch: int, bound: int) -> Arguments:
@@ -70,7 +70,7 @@ def append_by_position(tensor: Tensors, tokens: int, batch: int, bound: int) -> 
     given = append(tensor, tokens, batch, bound)
     places = {name: tensor(name, "int32", tokens) for name in ("positions", "batch_indices")}
     ids = {"page_table": tensor("ids", "int32", 3 * batch + bound), "page_indptr": tensor("sums", "int32", batch + 1)}
-    return {**given, **places, **ids, "seq_lens": None, "cum_seq_lens": None}
+    return {**given, **places, **ids, "seq_lens": None, "q_cu_seq_lens": None}
 
 
 def decode(tensor: Tensors, tokens: int, batch: int, bound: int) -> Arguments:

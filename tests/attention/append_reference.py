@@ -49,12 +49,12 @@ def append_kv_reference(
 
 
 def token_positions(
-    seq_lens: Any, cum_seq_lens: Any, tokens: int, *, lengths_include_new: bool = True
+    seq_lens: Any, q_cu_seq_lens: Any, tokens: int, *, lengths_include_new: bool = True
 ) -> tuple[list[int], list[int]]:
     """The positions and the requests of ``tokens`` new tokens, -1 for padding; arguments as ``append_kv`` has them."""
     positions, requests = [-1] * tokens, [-1] * tokens
     for request, length in enumerate(map(int, seq_lens)):
-        begin, end = int(cum_seq_lens[request]), int(cum_seq_lens[request + 1])
+        begin, end = int(q_cu_seq_lens[request]), int(q_cu_seq_lens[request + 1])
         first = length - (end - begin) if lengths_include_new else length
         for token in range(begin, min(end, tokens)):
             positions[token], requests[token] = max(-1, first + token - begin), request

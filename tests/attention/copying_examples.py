@@ -17,13 +17,13 @@ def view(dtype: str, *shape: int, at: int = 0x7F0000007000) -> TensorView:
 def append_call(**changes: Any) -> dict[str, Any]:
     """23 tokens of four requests by offsets; a tensor that is None is left out."""
     given = {
-        "key": view("bfloat16", TOKENS, KV_HEADS, DIM, at=0x7F0000100000),
-        "value": view("bfloat16", TOKENS, KV_HEADS, DIM, at=0x7F0000200000),
+        "k": view("bfloat16", TOKENS, KV_HEADS, DIM, at=0x7F0000100000),
+        "v": view("bfloat16", TOKENS, KV_HEADS, DIM, at=0x7F0000200000),
         "k_cache": view("bfloat16", PAGES, PAGE, KV_HEADS, DIM, at=0x7F0010000000),
         "v_cache": view("bfloat16", PAGES, PAGE, KV_HEADS, DIM, at=0x7F0020000000),
         "page_table": view("int32", BATCH, COLUMNS, at=0x7F0000002000),
         "seq_lens": view("int32", BATCH, at=0x7F0000003000),
-        "cum_seq_lens": view("int32", BATCH + 1, at=0x7F0000004000),
+        "q_cu_seq_lens": view("int32", BATCH + 1, at=0x7F0000004000),
     }
     return {name: value for name, value in {**given, **changes}.items() if value is not None}
 
@@ -39,7 +39,7 @@ def token_call(**changes: Any) -> dict[str, Any]:
     """By positions, with a ragged table."""
     more = {
         "seq_lens": None,
-        "cum_seq_lens": None,
+        "q_cu_seq_lens": None,
         "positions": view("int32", TOKENS, at=0x7F0000003000),
         "batch_indices": view("int32", TOKENS, at=0x7F0000004000),
         "page_table": view("int32", 61, at=0x7F0000002000),
@@ -51,8 +51,8 @@ def token_call(**changes: Any) -> dict[str, Any]:
 def merge_call(**changes: Any) -> dict[str, Any]:
     """Three parts of 23 tokens."""
     given = {
-        "v": view("bfloat16", TOKENS, 3, KV_HEADS, DIM, at=0x7F0000100000),
-        "s": view("float32", TOKENS, 3, KV_HEADS, at=0x7F0000003000),
+        "parts": view("bfloat16", TOKENS, 3, KV_HEADS, DIM, at=0x7F0000100000),
+        "part_lses": view("float32", TOKENS, 3, KV_HEADS, at=0x7F0000003000),
         "out": view("bfloat16", TOKENS, KV_HEADS, DIM, at=0x7F0000200000),
         "lse": view("float32", TOKENS, KV_HEADS, at=0x7F0000004000),
     }

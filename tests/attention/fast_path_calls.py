@@ -257,13 +257,13 @@ def _of_a_rank_ragged(memory: MadeUpMemory) -> Arguments:
 
 def _append(memory: MadeUpMemory, **changes: Any) -> Arguments:
     given = {
-        "key": memory.tensor("bfloat16", 23, 8, 128),
-        "value": memory.tensor("bfloat16", 23, 8, 128),
+        "k": memory.tensor("bfloat16", 23, 8, 128),
+        "v": memory.tensor("bfloat16", 23, 8, 128),
         "k_cache": memory.tensor("bfloat16", 100, 64, 8, 128),
         "v_cache": memory.tensor("bfloat16", 100, 64, 8, 128),
         "page_table": memory.tensor("int32", 4, 16),
         "seq_lens": memory.tensor("int32", 4),
-        "cum_seq_lens": memory.tensor("int32", 5),
+        "q_cu_seq_lens": memory.tensor("int32", 5),
     }
     return {**given, **changes}
 
@@ -276,8 +276,8 @@ def _append_quantised(memory: MadeUpMemory) -> Arguments:
 def _append_latent(memory: MadeUpMemory) -> Arguments:
     cache = memory.tensor("bfloat16", 100, 64, 576)
     return {
-        "key": memory.tensor("bfloat16", 23, 512),
-        "value": memory.tensor("bfloat16", 23, 64),
+        "k": memory.tensor("bfloat16", 23, 512),
+        "v": memory.tensor("bfloat16", 23, 64),
         "k_cache": replace(cache, shape=(100, 64, 512)),
         "v_cache": replace(cache, pointer=cache.pointer + 1024, shape=(100, 64, 64)),
         "page_table": memory.tensor("int32", 300),
@@ -289,8 +289,8 @@ def _append_latent(memory: MadeUpMemory) -> Arguments:
 
 def _merge(memory: MadeUpMemory, **changes: Any) -> Arguments:
     given = {
-        "v": memory.tensor("bfloat16", 23, 3, 8, 128),
-        "s": memory.tensor("float32", 23, 3, 8),
+        "parts": memory.tensor("bfloat16", 23, 3, 8, 128),
+        "part_lses": memory.tensor("float32", 23, 3, 8),
         "out": memory.tensor("float16", 23, 8, 128),
         "lse": memory.tensor("float32", 23, 8),
     }
@@ -299,9 +299,9 @@ def _merge(memory: MadeUpMemory, **changes: Any) -> Arguments:
 
 def _merge_in_place(memory: MadeUpMemory) -> Arguments:
     v, s = memory.tensor("bfloat16", 23, 8, 128), memory.tensor("float32", 23, 8)
-    other = {"v_other": memory.tensor("bfloat16", 23, 8, 128), "s_other": memory.tensor("float32", 23, 8)}
+    other = {"other": memory.tensor("bfloat16", 23, 8, 128), "other_lse": memory.tensor("float32", 23, 8)}
     more = {"sinks": memory.tensor("float32", 8), "mask": memory.tensor("uint8", 23), "lse_base": "e"}
-    return {"v": v, "s": s, "out": v, "lse": s, **other, **more}
+    return {"parts": v, "part_lses": s, "out": v, "lse": s, **other, **more}
 
 
 def _sparse(memory: MadeUpMemory, **changes: Any) -> Arguments:

@@ -46,7 +46,8 @@ def test_tensors_and_strides_in_bytes_arrive(stub_runtime: Runtime, standin: Sta
     given = call()
     append_kv(**given, runtime=stub_runtime)
     seen = sent(standin)
-    assert {name: seen[name] for name in given} == {name: tensor.pointer for name, tensor in given.items()}
+    fields = {"k": "key", "v": "value", "q_cu_seq_lens": "cum_seq_lens"}
+    assert {name: seen[fields.get(name, name)] for name in given} == {name: x.pointer for name, x in given.items()}
     assert (seen["positions"], seen["page_indptr"], seen["lengths_include_new"]) == (0, 0, 1)
     assert (seen["key_token_stride"], seen["key_head_stride"]) == (KV_HEADS * DIM * 2, DIM * 2)
     strides = (PAGE * KV_HEADS * DIM * 2, KV_HEADS * DIM * 2, DIM * 2)
@@ -69,8 +70,8 @@ def test_both_layouts_differ_in_strides_alone(stub_runtime: Runtime, standin: St
 def test_columns_of_a_latent_cache_are_two_caches_of_one_head(stub_runtime: Runtime, standin: StandIn) -> None:
     rope = replace(LATENT, pointer=LATENT.pointer + 1024, shape=(PAGES, PAGE, 64))
     given = token_call(
-        key=view("bfloat16", TOKENS, 512),
-        value=view("bfloat16", TOKENS, 64),
+        k=view("bfloat16", TOKENS, 512),
+        v=view("bfloat16", TOKENS, 64),
         k_cache=replace(LATENT, shape=(PAGES, PAGE, 512)),
         v_cache=rope,
     )
@@ -84,13 +85,13 @@ def test_columns_of_a_latent_cache_are_two_caches_of_one_head(stub_runtime: Runt
 def test_the_grid_is_what_is_resident_but_no_more_than_the_chunks(stub_runtime: Runtime) -> None:
     assert plan_of(stub_runtime, call()).launch_plans()[0].grid == (TOKENS, 1, 1)
     for tokens, ctas in ((9000, 9000 // 12), (90_000, 6 * 132)):
-        many = {name: view("bfloat16", tokens, KV_HEADS, DIM) for name in ("key", "value")}
+        many = {name: view("bfloat16", tokens, KV_HEADS, DIM) for name in ("k", "v")}
         assert plan_of(stub_runtime, call(**many)).launch_plans()[0].grid == (ctas, 1, 1)
 
 
 def test_requests_of_as_many_tokens_need_no_offsets(stub_runtime: Runtime, standin: StandIn) -> None:
-    nested = {name: view("bfloat16", BATCH, 3, KV_HEADS, DIM) for name in ("key", "value")}
-    append_kv(**call(**nested, cum_seq_lens=None), lengths_include_new=False, runtime=stub_runtime)
+    nested = {name: view("bfloat16", BATCH, 3, KV_HEADS, DIM) for name in ("k", "v")}
+    append_kv(**call(**nested, q_cu_seq_lens=None), lengths_include_new=False, runtime=stub_runtime)
     seen = sent(standin)
     assert (seen["new_tokens"], seen["tokens"], seen["batch"], seen["lengths_include_new"]) == (3, 3 * BATCH, BATCH, 0)
 
@@ -138,11 +139,11 @@ def test_a_bound_step_sends_what_a_run_sends(stub_runtime: Runtime, standin: Sta
     given = quantised_call()
     plan = plan_append_kv(**given, k_scale=0.5, runtime=stub_runtime)
     bound = plan.bind(k_cache=given["k_cache"], v_cache=given["v_cache"], k_scale=4.0)
-    step = [given[name] for name in ("key", "value", "page_table", "seq_lens", "cum_seq_lens")]
+    step = [given[name] for name in ("k", "v", "page_table", "seq_lens", "q_cu_seq_lens")]
     for _ in range(2):
         bound.step(*step)
-        assert (sent(standin)["k_scale"], sent(standin)["key"]) == (4.0, given["key"].pointer)
-    with pytest.raises(UsageError, match=r"max_seq_len: expected one of key, .*, v_scale$"):
+        assert (sent(standin)["k_scale"], sent(standin)["key"]) == (4.0, given["k"].pointer)
+    with pytest.raises(UsageError, match=r"max_seq_len: expected one of k, .*, v_scale$"):
         plan.bind(max_seq_len=5)
 
 
@@ -169,33 +170,33 @@ def test_reciprocals_divide_every_number_that_the_kernel_divides() -> None:
 
 E4M3 = "float8_e4m3fn"
 REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "no tokens": (call(key=view("bfloat16", 0, 8, 128)), {}, r"key: shape \(0, 8, 128\), expected .* 1 token or more"),
+    "no tokens": (call(k=view("bfloat16", 0, 8, 128)), {}, r"k: shape \(0, 8, 128\), expected .* 1 token or more"),
     "too many tokens": (
-        call(key=view("bfloat16", (1 << 30) + 1, 8, 128)), {}, "key: shape .*, expected at most 1073741824 tokens"
+        call(k=view("bfloat16", (1 << 30) + 1, 8, 128)), {}, "k: shape .*, expected at most 1073741824 tokens"
     ),
-    "other dtype": (call(key=view("float16", TOKENS, 8, 128)), {}, "key: dtype float16, expected bfloat16 with"),
-    "e4m3 into bf16": (call(value=view(E4M3, TOKENS, 8, 128)), {}, f"value: dtype {E4M3}, expected bfloat16 with"),
-    "two dtypes": (quantised_call(value=view("float16", TOKENS, 8, 128)), {}, "value: dtype float16, expected bf"),
+    "other dtype": (call(k=view("float16", TOKENS, 8, 128)), {}, "k: dtype float16, expected bfloat16 with"),
+    "e4m3 into bf16": (call(v=view(E4M3, TOKENS, 8, 128)), {}, f"v: dtype {E4M3}, expected bfloat16 with"),
+    "two dtypes": (quantised_call(v=view("float16", TOKENS, 8, 128)), {}, "v: dtype float16, expected bf"),
     "two caches": (call(v_cache=view(E4M3, 100, 64, 8, 128)), {}, f"v_cache: dtype {E4M3}, expected bfloat16 with"),
-    "heads": (call(key=view("bfloat16", TOKENS, 4, 128)), {}, r"key: shape .*, expected \(23, 8, 128\)"),
-    "tokens of value": (call(value=view("bfloat16", 22, 8, 128)), {}, r"value: shape .*, expected \(23, 8, 128\)"),
+    "heads": (call(k=view("bfloat16", TOKENS, 4, 128)), {}, r"k: shape .*, expected \(23, 8, 128\)"),
+    "tokens of value": (call(v=view("bfloat16", 22, 8, 128)), {}, r"v: shape .*, expected \(23, 8, 128\)"),
     "head dimension": (
-        call(key=view("bfloat16", 23, 8, 40), k_cache=view("bfloat16", 9, 64, 8, 40)), {},
+        call(k=view("bfloat16", 23, 8, 40), k_cache=view("bfloat16", 9, 64, 8, 40)), {},
         "k_cache: head dimension 40, expected a multiple of 16 from 32 to 1024",
     ),
     "smallest head dimension": (
-        call(key=view("bfloat16", 23, 8, 16), k_cache=view("bfloat16", 9, 64, 8, 16)), {},
+        call(k=view("bfloat16", 23, 8, 16), k_cache=view("bfloat16", 9, 64, 8, 16)), {},
         "k_cache: head dimension 16, expected a multiple of 16 from 32 to 1024",
     ),
     "largest head dimension": (
-        call(value=view("bfloat16", 23, 8, 1040), v_cache=view("bfloat16", 100, 64, 8, 1040)), {},
+        call(v=view("bfloat16", 23, 8, 1040), v_cache=view("bfloat16", 100, 64, 8, 1040)), {},
         "v_cache: head dimension 1040, expected a multiple of 16 from 32 to 1024",
     ),
     "pages of V": (call(v_cache=view("bfloat16", 99, 64, 8, 128)), {}, r"v_cache: shape .*, expected \(100, 64"),
     "no page": (call(k_cache=view("bfloat16", 0, 64, 8, 128)), {}, "k_cache: shape .* at least one page"),
     "wide rows": (
         call(
-            key=view("bfloat16", 23, 128, 512), value=view("bfloat16", 23, 128, 512),
+            k=view("bfloat16", 23, 128, 512), v=view("bfloat16", 23, 128, 512),
             k_cache=view("bfloat16", 2, 1, 128, 512), v_cache=view("bfloat16", 2, 1, 128, 512),
         ), {}, "k_cache: 262144 bytes of keys and values per token, expected at most 131072",
     ),
@@ -205,9 +206,9 @@ REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         call(positions=view("int32", 23), batch_indices=view("int32", 23)), {}, "seq_lens: given with positions given"
     ),
     "positions alone": (token_call(batch_indices=None), {}, "batch_indices: None, expected exactly when positions"),
-    "offsets and positions": (token_call(cum_seq_lens=view("int32", 5)), {}, "cum_seq_lens: given with positions"),
-    "no offsets": (call(cum_seq_lens=None), {}, r"key: shape .*, expected \[batch, tokens, .*\] without"),
-    "short lengths": (call(seq_lens=view("int32", 3)), {}, r"cum_seq_lens: shape \(5,\), expected \(4,\)"),
+    "offsets and positions": (token_call(q_cu_seq_lens=view("int32", 5)), {}, "q_cu_seq_lens: given with positions"),
+    "no offsets": (call(q_cu_seq_lens=None), {}, r"k: shape .*, expected \[batch, tokens, .*\] without"),
+    "short lengths": (call(seq_lens=view("int32", 3)), {}, r"q_cu_seq_lens: shape \(5,\), expected \(4,\)"),
     "lengths of 64 bits": (call(seq_lens=view("int64", 4)), {}, "seq_lens: dtype int64, expected int32 or uint32"),
     "positions": (token_call(positions=view("int32", 9)), {}, r"positions: shape \(9,\), expected \(23,\)"),
     "table": (call(page_table=view("int32", 3, 16)), {}, r"page_table: shape \(3, 16\), expected \[4, columns\]"),
@@ -226,9 +227,9 @@ REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         "v_scale: shape .*, expected",
     ),
     "word for a switch": (call(), {"enable_pdl": 1}, "enable_pdl=1: expected True or False"),
-    "other device": (call(value=replace(call()["value"], device=1)), {}, "value: on device 1, key is on device 0"),
-    "address": (call(key=replace(call()["key"], pointer=8)), {}, "key: address 0x8, expected a multiple of 16"),
-    "strides": (call(key=replace(call()["key"], strides=(1028, 128, 1))), {}, "key: strides .* multiples of 8"),
+    "other device": (call(v=replace(call()["v"], device=1)), {}, "v: on device 1, k is on device 0"),
+    "address": (call(k=replace(call()["k"], pointer=8)), {}, "k: address 0x8, expected a multiple of 16"),
+    "strides": (call(k=replace(call()["k"], strides=(1028, 128, 1))), {}, "k: strides .* multiples of 8"),
     "one address": (call(k_cache=replace(call()["k_cache"], strides=(0, 1024, 128, 1))), {}, "k_cache: .*overlap"),
 }  # fmt: skip
 

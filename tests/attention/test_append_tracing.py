@@ -21,12 +21,12 @@ from tests.attention.copying_examples import (
 )
 from tests.attention.tracing_files import definitions, workloads
 
-DENSE = {name: view("bfloat16", BATCH, 3, KV_HEADS, DIM, at=0x7F0000100000) for name in ("key", "value")}
+DENSE = {name: view("bfloat16", BATCH, 3, KV_HEADS, DIM, at=0x7F0000100000) for name in ("k", "v")}
 FORMS: dict[str, dict[str, Any]] = {
     "ragged_bf16_bf16": append_call(),
     "ragged_bf16_e4m3": quantised_call(),
     "positions_bf16_bf16": token_call(),
-    "dense_bf16_bf16": append_call(**DENSE, cum_seq_lens=None),
+    "dense_bf16_bf16": append_call(**DENSE, q_cu_seq_lens=None),
 }
 
 

@@ -38,11 +38,11 @@ def tensors(*tokens: int, cache_dtype: Any = None) -> dict[str, Any]:
     new = torch.randn(2, *tokens, KV_HEADS, DIM, generator=made_by)
     cache, new = cache.to(cache_dtype or torch.bfloat16), new.to(torch.bfloat16)
     table = torch.randperm(PAGES, generator=made_by)[:24].reshape(4, COLUMNS).int()
-    return {"key": new[0], "value": new[1], "k_cache": cache[0], "v_cache": cache[1], "page_table": table}
+    return {"k": new[0], "v": new[1], "k_cache": cache[0], "v_cache": cache[1], "page_table": table}
 
 
 def expected(given: dict[str, Any], positions: Any, requests: Any, **more: Any) -> list[Any]:
-    names = ("key", "value", "k_cache", "v_cache")
+    names = ("k", "v", "k_cache", "v_cache")
     arrays = [given[name].float().numpy().copy() for name in names]
     arrays[:2] = [side.reshape(-1, KV_HEADS, DIM) for side in arrays[:2]]
     append_kv_reference(*arrays, given["page_table"].numpy(), positions=positions, batch_indices=requests, **more)
@@ -57,7 +57,7 @@ def check(found: Any, wanted: list[Any]) -> None:
 @pytest.mark.parametrize("includes_new", [True, False])
 def test_tokens_by_offsets(includes_new: bool) -> None:
     given = tensors(TOKENS)
-    more = {"seq_lens": torch.tensor(LENGTHS).int(), "cum_seq_lens": torch.tensor(BEGINS).int()}
+    more = {"seq_lens": torch.tensor(LENGTHS).int(), "q_cu_seq_lens": torch.tensor(BEGINS).int()}
     where = token_positions(LENGTHS, BEGINS, TOKENS, lengths_include_new=includes_new)
     check(run({**given, **more}, lengths_include_new=includes_new), expected(given, *where))
 
@@ -83,11 +83,11 @@ def test_positions_with_a_ragged_table() -> None:
 
 def test_quantised_by_a_number_and_by_a_scale_on_the_device() -> None:
     given = tensors(TOKENS, cache_dtype=torch.float8_e4m3fn)
-    more = {"seq_lens": torch.tensor(LENGTHS).int(), "cum_seq_lens": torch.tensor(BEGINS).int()}
+    more = {"seq_lens": torch.tensor(LENGTHS).int(), "q_cu_seq_lens": torch.tensor(BEGINS).int()}
     found = run({**given, **more, "v_scale": torch.tensor([0.001])}, k_scale=0.5)
     stored = {
         name: (given[name].float() * (1 / torch.tensor(scale))).clamp(-448, 448).to(torch.float8_e4m3fn)
-        for name, scale in (("key", 0.5), ("value", 0.001))
+        for name, scale in (("k", 0.5), ("v", 0.001))
     }
     check(found, expected({**given, **stored}, *token_positions(LENGTHS, BEGINS, TOKENS)))
     assert found[1].float().abs().max() == 448
@@ -95,14 +95,14 @@ def test_quantised_by_a_number_and_by_a_scale_on_the_device() -> None:
 
 def test_quantised_by_scales_of_requests_and_heads() -> None:
     given = tensors(TOKENS, cache_dtype=torch.float8_e4m3fn)
-    more = {"seq_lens": torch.tensor(LENGTHS).int(), "cum_seq_lens": torch.tensor(BEGINS).int()}
+    more = {"seq_lens": torch.tensor(LENGTHS).int(), "q_cu_seq_lens": torch.tensor(BEGINS).int()}
     positions, requests = token_positions(LENGTHS, BEGINS, TOKENS)
-    kv_heads = given["key"].shape[-2]
+    kv_heads = given["k"].shape[-2]
     by_head = torch.rand(kv_heads) + 0.5
     by_request = torch.rand(len(LENGTHS), kv_heads) + 0.5
     found = run({**given, **more, "k_scale": by_head, "v_scale": by_request})
     stored = {
         name: (given[name].float() * (1 / scale)).clamp(-448, 448).to(torch.float8_e4m3fn)
-        for name, scale in (("key", by_head[:, None]), ("value", by_request[requests][:, :, None]))
+        for name, scale in (("k", by_head[:, None]), ("v", by_request[requests][:, :, None]))
     }
     check(found, expected({**given, **stored}, positions, requests))

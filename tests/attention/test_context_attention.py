@@ -65,7 +65,7 @@ def test_dtype_head_dim_and_soft_cap_reach_kernel_and_parameters(
     planner: Runtime, dtype: str, short: str, dim: int, cap: float
 ) -> None:
     plan = make_plan(planner, ragged_call(dtype, dim), logit_soft_cap=cap, device_facts=H200)
-    traits, given = plan.selection.kernel.traits, plan.launch_plans()[0].values
+    traits, given = plan.selections[0].kernel.traits, plan.launch_plans()[0].values
     assert (traits["dtype"], traits["head_dim"], traits["soft_cap"]) == (short, dim, cap > 0)
     assert given["soft_cap"] == cap
     assert given["softmax_scale_log2"] == pytest.approx(LOG2_E / math.sqrt(dim))
@@ -221,7 +221,7 @@ def test_other_devices_are_refused(planner: Runtime) -> None:
 @pytest.mark.parametrize("dim", [64, 128, 192, 256])
 def test_16_bit_queries_are_taken_over_e4m3_keys(planner: Runtime, dtype: str, dim: int) -> None:
     plan = make_plan(planner, ragged_call(dtype, dim, kv_dtype="float8_e4m3fn"), device_facts=H200)
-    assert plan.selection.kernel.traits["kv_dtype"] == "e4m3"
+    assert plan.selections[0].kernel.traits["kv_dtype"] == "e4m3"
     assert plan.launch_plans()[0].values["k_map"].dtype == "uint8"
 
 

@@ -16,7 +16,7 @@ from tests.attention.attention_examples import H200
 from tests.attention.copying_examples import DIM, KV_HEADS, TOKENS, view
 from tests.attention.copying_examples import merge_call as call
 
-OTHER = {"v_other": view("bfloat16", TOKENS, KV_HEADS, DIM), "s_other": view("float32", TOKENS, KV_HEADS)}
+OTHER = {"other": view("bfloat16", TOKENS, KV_HEADS, DIM), "other_lse": view("float32", TOKENS, KV_HEADS)}
 
 
 def sent(standin: StandIn) -> dict[str, Any]:
@@ -28,7 +28,8 @@ def test_tensors_and_strides_arrive(stub_runtime: Runtime, standin: StandIn) -> 
     given = call()
     assert merge_states(**given, runtime=stub_runtime) is given["out"]
     seen = sent(standin)
-    assert {name: seen[name] for name in given} == {name: tensor.pointer for name, tensor in given.items()}
+    fields = {"parts": "v", "part_lses": "s"}
+    assert {name: seen[fields.get(name, name)] for name in given} == {name: x.pointer for name, x in given.items()}
     assert (seen["tokens"], seen["parts"], seen["heads"], seen["units"]) == (TOKENS, 3, KV_HEADS, DIM // 8)
     strides = (seen["v_token_stride"], seen["v_part_stride"], seen["v_head_stride"])
     assert strides == (3 * KV_HEADS * DIM, KV_HEADS * DIM, DIM)
@@ -55,7 +56,10 @@ def test_base_e_is_converted_and_back(stub_runtime: Runtime, standin: StandIn) -
 )
 def test_no_lane_of_a_row_idles(stub_runtime: Runtime, dim: int, lanes: int) -> None:
     given = call(
-        v=view("bfloat16", 9, 3, 8, dim), s=view("float32", 9, 3, 8), out=view("bfloat16", 9, 8, dim), lse=None
+        parts=view("bfloat16", 9, 3, 8, dim),
+        part_lses=view("float32", 9, 3, 8),
+        out=view("bfloat16", 9, 8, dim),
+        lse=None,
     )
     plan = plan_merge_states(**given, runtime=stub_runtime, device_facts=H200)
     (launch,) = plan.launch_plans()
@@ -70,24 +74,24 @@ def test_it_needs_no_scratch_and_has_nothing_to_report(stub_runtime: Runtime) ->
 
 
 REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "rank": (call(v=view("bfloat16", 23, 128)), {}, r"v: shape \(23, 128\), expected \[tokens, parts"),
-    "no part": (call(v=view("bfloat16", 23, 0, 8, 128)), {}, "v: shape .* with elements"),
-    "head dimension": (call(v=view("bfloat16", 23, 3, 8, 12)), {}, "v: head dimension 12, expected a multiple of 8"),
-    "dtype": (call(v=view("float8_e4m3fn", 23, 3, 8, 128)), {}, "v: dtype float8_e4m3fn, expected bfloat16"),
-    "half a log-sum-exp": (call(s=view("float16", 23, 3, 8)), {}, "s: dtype float16, expected float32"),
-    "shape of s": (call(s=view("float32", 23, 8, 3)), {}, r"s: shape .*, expected \(23, 3, 8\)"),
-    "one other": (call(v_other=OTHER["v_other"]), {}, "s_other: None, expected exactly when v_other is given"),
+    "rank": (call(parts=view("bfloat16", 23, 128)), {}, r"parts: shape \(23, 128\), expected \[tokens, parts"),
+    "no part": (call(parts=view("bfloat16", 23, 0, 8, 128)), {}, "parts: shape .* with elements"),
+    "head dimension": (call(parts=view("bfloat16", 23, 3, 8, 12)), {}, "parts: head dimension 12, expected"),
+    "dtype": (call(parts=view("float8_e4m3fn", 23, 3, 8, 128)), {}, "parts: dtype float8_e4m3fn, expected bfloat16"),
+    "half a log-sum-exp": (call(part_lses=view("float16", 23, 3, 8)), {}, "part_lses: dtype float16, expected float32"),
+    "shape of s": (call(part_lses=view("float32", 23, 8, 3)), {}, r"part_lses: shape .*, expected \(23, 3, 8\)"),
+    "one other": (call(other=OTHER["other"]), {}, "other_lse: None, expected exactly when other is given"),
     "other dtype": (
-        call(**{**OTHER, "v_other": view("float16", 23, 8, 128)}),
+        call(**{**OTHER, "other": view("float16", 23, 8, 128)}),
         {},
-        "v_other: dtype float16, expected bfloat16, like v",
+        "other: dtype float16, expected bfloat16, like parts",
     ),
     "out": (call(out=view("bfloat16", 23, 3, 8, 128)), {}, r"out: shape .*, expected \(23, 8, 128\)"),
     "lse": (call(lse=view("float32", 8, 23)), {}, r"lse: shape \(8, 23\), expected \(23, 8\)"),
     "sinks": (call(sinks=view("float32", 9)), {}, r"sinks: shape \(9,\), expected \(8,\)"),
     "mask": (call(mask=view("uint8", 22)), {}, r"mask: shape \(22,\), expected \(23,\)"),
     "base": (call(), {"lse_base": "10"}, "lse_base='10': expected '2' or 'e'"),
-    "strides": (call(v=replace(call()["v"], strides=(3076, 1024, 128, 1))), {}, "v: strides .* multiples of 8"),
+    "strides": (call(parts=replace(call()["parts"], strides=(3076, 1024, 128, 1))), {}, "parts: strides .* of 8"),
     "one address": (call(lse=replace(call()["lse"], strides=(0, 1))), {}, "lse: .* no overlapping elements"),
 }  # fmt: skip
 

@@ -61,7 +61,7 @@ def test_dtypes_and_widths_reach_kernel_and_parameters(
     planner: Runtime, dtypes: tuple[str, str, str], dtype: str, codes: tuple[int, int], latent: int
 ) -> None:
     plan = make_plan(planner, latent_call(dtypes=dtypes, latent=latent), device_facts=H200)
-    traits, given = plan.selection.kernel.traits, plan.launch_plans()[0].values
+    traits, given = plan.selections[0].kernel.traits, plan.launch_plans()[0].values
     assert (traits["dtype"], traits["latent"]) == (dtype, latent)
     assert (given["q_type"], given["out_type"]) == codes
     assert given["softmax_scale_log2"] == pytest.approx(0.5 * LOG2_E)
@@ -116,8 +116,8 @@ def test_fixed_splits_are_asked_for_by_batch_invariant(planner: Runtime, invaria
 
 def test_workspaces_of_fixed_splits_hold_every_part(planner: Runtime) -> None:
     plan = make_plan(planner, latent_call(BATCH, 9), batch_invariant=True, device_facts=H200)
-    rows = BATCH * plan.selection.row_tiles * int(plan.selection.kernel.traits["rows"])
-    assert plan.workspace_bytes >= rows * plan.selection.splits * 512 * 2
+    rows = BATCH * plan.selections[0].row_tiles * int(plan.selections[0].kernel.traits["rows"])
+    assert plan.workspace_bytes >= rows * plan.selections[0].splits * 512 * 2
 
 
 def test_the_plan_describes_every_field_with_its_meaning(planner: Runtime) -> None:
@@ -200,7 +200,7 @@ def test_the_kernels_of_sm120_are_taken_by_name_with_a_warning(planner: Runtime,
     with pytest.warns(UserWarning, match="mla_decode: backend 'native' was built for .* but never run there") as told:
         plan = make_plan(planner, given, device_facts=device, backend="native")
     assert told[0].filename == __file__
-    assert plan.selection.kernel.name == "mla_portable_latent512_sm120"
+    assert plan.selections[0].kernel.name == "mla_portable_latent512_sm120"
 
 
 @pytest.mark.filterwarnings("ignore:mla_decode. backend 'native' was built")
@@ -336,4 +336,4 @@ def test_query_sums_are_read_back_only_without_a_bound(
 
 def test_a_plan_shows_its_kernels(planner: Runtime) -> None:
     plan = make_plan(planner, device_facts=H200)
-    assert repr(plan) == f"MlaDecodePlan({plan.selection.kernel.name}; workspace of {plan.workspace_bytes} bytes)"
+    assert repr(plan) == f"MlaDecodePlan({plan.selections[0].kernel.name}; workspace of {plan.workspace_bytes} bytes)"

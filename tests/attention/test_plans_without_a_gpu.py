@@ -126,7 +126,7 @@ def test_a_call_with_meta_tensors_says_so_before_it_asks_for_a_stream(planner: R
     torch = pytest.importorskip("torch")
     tensors = decode_tensors(torch, "meta")
     new = torch.empty(4, 2, 8, 128, dtype=torch.bfloat16, device="meta")
-    with pytest.raises(UsageError, match="key: is on meta, expected a CUDA device"):
+    with pytest.raises(UsageError, match="k: is on meta, expected a CUDA device"):
         append_kv(
             new, new, *(tensors[name] for name in ("k_cache", "v_cache", "page_table", "seq_lens")), runtime=planner
         )

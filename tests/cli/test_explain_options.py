@@ -38,7 +38,7 @@ THEIRS = (
 )
 # Arguments that influence the kernel, the grid, the attributes or the launches that follow -> options of `explain`.
 STATED: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("q", "query", "v", "key", "value"), ("batch", "heads_q", "head_dim", "dtype_q")),
+    **dict.fromkeys(("q", "query", "v", "parts"), ("batch", "heads_q", "head_dim", "dtype_q")),
     **dict.fromkeys(("k", "k_cache", "v_cache", "kv_cache"), ("heads_kv", "head_dim_v", "dtype_kv", "page")),
     **dict.fromkeys(("qk_nope_head_dim", "kv_lora_rank", "qk_rope_head_dim"), ("head_dim", "head_dim_v")),
     **dict.fromkeys(("out", "out_dtype", "o_sf_vec_size"), ("dtype_out",)),
@@ -61,11 +61,21 @@ STATED: dict[str, tuple[str, ...]] = {
 }
 # Arguments that only give addresses, strides or numbers to the same launch, or that say where it runs.
 VALUES = {
-    *("page_table", "block_tables", "kv_cu_seq_lens", "cum_seq_lens", "cum_seq_lens_kv", "page_indptr"),
+    *("page_table", "block_tables", "kv_cu_seq_lens", "cum_seq_lens_kv", "page_indptr"),
     *("positions", "batch_indices", "lengths_include_new", "mask", "sinks", "draft_position"),
     *("global_seq_lens", "causal_seqlens_kv_global", "cp_world", "cp_rank", "cp_interleave", "enable_dcp"),
     *("softmax_scale", "output_scale", "k_scale", "v_scale", "bmm1_scale", "bmm2_scale", "bmm1_scale_log2", "o_scale"),
-    *("o_sf_scale", "lse_base", "lse_sink", "return_lse_base", "window_right", "kv_layout", "s", "v_other", "s_other"),
+    *(
+        "o_sf_scale",
+        "lse_base",
+        "lse_sink",
+        "return_lse_base",
+        "window_right",
+        "kv_layout",
+        "part_lses",
+        "other",
+        "other_lse",
+    ),
     *("workspace", "workspace_buffer", "multi_ctas_kv_counter_buffer", "stream", "runtime"),
 }
 # FlashInfer's arguments that are accepted with one meaning, or refused.

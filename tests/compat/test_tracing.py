@@ -27,7 +27,7 @@ from tests.attention.xqa_calls import (
 def append_arguments(_: MadeUpMemory) -> dict[str, Any]:
     """Of ``append_paged_kv_cache``."""
     given = token_call()
-    names = {"append_key": "key", "append_value": "value", "kv_indices": "page_table", "kv_indptr": "page_indptr"}
+    names = {"append_key": "k", "append_value": "v", "kv_indices": "page_table", "kv_indptr": "page_indptr"}
     return {
         **{name: given[of] for name, of in names.items()},
         **{name: given[name] for name in ("batch_indices", "positions")},

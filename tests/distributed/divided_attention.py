@@ -87,12 +87,12 @@ def attend(case: DividedCase, problem: Problem, own: list[np.ndarray], sinks: np
     return paged_decode_reference(problem.q, keys, values, table, lens, case.scale, sinks=sinks)
 
 
-def merge_on_host(v: Any, s: Any, *, v_other: Any = None, s_other: Any = None, **rest: Any) -> None:
+def merge_on_host(v: Any, s: Any, *, other: Any = None, other_lse: Any = None, **rest: Any) -> None:
     """As ``merge_states``, in float64 on host tensors."""
     parts, exponents = v.double().numpy(), s.double().numpy()
-    if v_other is not None:
-        parts = np.concatenate([parts, v_other.double().numpy()[:, None]], axis=1)
-        exponents = np.concatenate([exponents, s_other.double().numpy()[:, None]], axis=1)
+    if other is not None:
+        parts = np.concatenate([parts, other.double().numpy()[:, None]], axis=1)
+        exponents = np.concatenate([exponents, other_lse.double().numpy()[:, None]], axis=1)
     sinks = None if rest.get("sinks") is None else rest["sinks"].numpy()
     out, lse = merge_states_reference(parts, exponents, sinks=sinks, lse_base=rest["lse_base"])
     copy(rest["out"], out)

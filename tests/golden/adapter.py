@@ -44,6 +44,8 @@ from cubin_runtime.attention import (
     sparse_mla_decode,
 )
 from cubin_runtime.attention.fast_path.notes import note_made, taking_notes
+from cubin_runtime.attention.operators.append_kv import APPEND_KV
+from cubin_runtime.attention.operators.merge_states import MERGE_STATES
 from cubin_runtime.compat import flashinfer
 from cubin_runtime.errors import CubinRuntimeError
 from cubin_runtime.kernels.abi import abi_layouts
@@ -74,6 +76,9 @@ OPERATORS = {
     "context_attention": context_attention,
     "sparse_mla_decode": sparse_mla_decode,
 }
+
+# Operator -> names that arguments had when its launches were recorded -> their names.
+FORMER = {operator.name: operator.former for operator in (APPEND_KV, MERGE_STATES)}
 
 _KERNELS = Path(__file__).parents[1] / "data" / "trtllm_gen_kernels.json.xz"
 _ALLOCATED, _MADE, _SEMAPHORES, _SCRATCH = 0x10 << 40, 0x20 << 40, 0x30 << 40, 0x31 << 40
@@ -383,8 +388,9 @@ def _cell(kind: str, value: Any) -> str:
 
 
 def _arguments(case: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of one step: those of the case, except for its changes."""
-    return {name: _argument(value, bool(case.get("torch"))) for name, value in {**case["with"], **changes}.items()}
+    """The arguments of one step: those of the case, except for its changes, by their names of today."""
+    former, recorded = FORMER.get(case["call"].removeprefix("plan_"), {}), {**case["with"], **changes}
+    return {former.get(name, name): _argument(value, bool(case.get("torch"))) for name, value in recorded.items()}
 
 
 def _argument(value: Any, torch: bool) -> Any:

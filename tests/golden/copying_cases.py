@@ -83,8 +83,8 @@ def append(draw: Draw) -> dict[str, Any]:
         k, v = caches(draw, cache, heads, draw["width"], draw["layout"])
     lead = [batch, draw["new"]] if is_nested else [tokens]
     call: dict[str, Any] = {
-        "key": rows_of_tokens("q", source, lead, heads, widths[0], draw["rows"]),
-        "value": {**rows_of_tokens("out", source, lead, heads, widths[1], draw["rows"])},
+        "k": rows_of_tokens("q", source, lead, heads, widths[0], draw["rows"]),
+        "v": {**rows_of_tokens("out", source, lead, heads, widths[1], draw["rows"])},
         "k_cache": k,
         "v_cache": v,
         "kv_layout": draw["layout"],
@@ -104,7 +104,7 @@ def append(draw: Draw) -> dict[str, Any]:
     else:
         call["seq_lens"] = tensor("seq_lens", draw["lengths"], batch)
     if draw["by"] == "offsets":
-        call["cum_seq_lens"] = tensor("q_cu_seq_lens", draw["lengths"], batch + 1)
+        call["q_cu_seq_lens"] = tensor("q_cu_seq_lens", draw["lengths"], batch + 1)
     for name, place in (("k_scale", "k_scales"), ("v_scale", "v_scales")):
         call[name] = scale(place, draw[name]) if source != cache else None
     return call_case(
@@ -125,10 +125,10 @@ def merge(draw: Draw) -> dict[str, Any]:
     else:
         v = rows_of_tokens("q", draw["dtype"], [tokens], heads, width, draw["v_rows"])
         s = rows_of_tokens("lse", "float32", [tokens], heads, 0, draw["v_rows"])
-    call: dict[str, Any] = {"v": v, "s": s, "lse_base": draw["base"], "enable_pdl": draw["enable_pdl"]}
+    call: dict[str, Any] = {"parts": v, "part_lses": s, "lse_base": draw["base"], "enable_pdl": draw["enable_pdl"]}
     if draw["other"]:
-        call["v_other"] = rows_of_tokens("k", draw["dtype"], [tokens], heads, width, "plain")
-        call["s_other"] = rows_of_tokens("v", "float32", [tokens], heads, 0, "plain")
+        call["other"] = rows_of_tokens("k", draw["dtype"], [tokens], heads, width, "plain")
+        call["other_lse"] = rows_of_tokens("v", "float32", [tokens], heads, 0, "plain")
     made = draw["out"] == "made"
     call["out"] = None
     if not made or draw["call"] == "plan":

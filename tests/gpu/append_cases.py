@@ -85,7 +85,7 @@ class AppendArrays:
     def __init__(self, case: AppendCase, rng: np.random.Generator, make: Callable[[tuple[int, ...], Any], np.ndarray]):
         """``make`` gives memory of a shape and dtype, filled with ``UNTOUCHED``."""
         self.case = case
-        self.key, self.value = (self._source(rng, dim, make) for dim in case.dims)
+        self.k, self.v = (self._source(rng, dim, make) for dim in case.dims)
         lengths = np.array([old + new for old, new in zip(case.before, case.new, strict=True)])
         needed = [-(-int(n) // case.page_size) for n in lengths]
         pages = sum(needed) + 3
@@ -97,9 +97,9 @@ class AppendArrays:
         self.page_indptr = begins if case.ragged_table else None
         self.page_table = ids[: max(1, begins[-1])].copy() if case.ragged_table else table
         self.seq_lens = (lengths if case.lengths_include_new else np.array(case.before)).astype(np.int32)
-        self.cum_seq_lens = np.cumsum([0, *case.new]).astype(np.int32)
+        self.q_cu_seq_lens = np.cumsum([0, *case.new]).astype(np.int32)
         positions, requests = token_positions(
-            self.seq_lens, self.cum_seq_lens, case.tokens, lengths_include_new=case.lengths_include_new
+            self.seq_lens, self.q_cu_seq_lens, case.tokens, lengths_include_new=case.lengths_include_new
         )
         self.positions, self.requests = np.array(positions, np.int32), np.array(requests, np.int32)
         self.whole, self.k_cache, self.v_cache = self._caches(pages, make)
@@ -138,13 +138,13 @@ class AppendArrays:
         """The bits that the caches shall hold of each token."""
         case = self.case
         if case.source == case.cache:
-            return self.key, self.value
+            return self.k, self.v
         wide = bfloat16_values if case.source == "bfloat16" else lambda b: b.view(np.float16).astype(np.float32)
         every = (len(case.new), case.kv_heads)
         scales = case.scales or (np.ones(1, np.float32),) * 2
         # Tokens of no request are not stored.
         inverses = [(np.float32(1) / np.broadcast_to(scale, every))[self.requests, :, None] for scale in scales]
-        sources = zip((self.key, self.value), inverses, strict=True)
+        sources = zip((self.k, self.v), inverses, strict=True)
         with np.errstate(over="ignore"):
             parts = [e4m3_bits(wide(np.ascontiguousarray(x)) * inverse) for x, inverse in sources]
         return parts[0], parts[1]
@@ -167,7 +167,7 @@ class AppendArrays:
     def arguments(self, place: Callable[[np.ndarray, str | None], Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Tensors and options of ``plan_append_kv`` by name; ``place`` gives the tensor of an array and its dtype."""
         case = self.case
-        key, value, every = self.key, self.value, (len(self.case.new), self.case.kv_heads)
+        key, value, every = self.k, self.v, (len(self.case.new), self.case.kv_heads)
         if case.by == "request":
             shape = (len(case.new), case.new[0])
             key, value = (
@@ -177,8 +177,8 @@ class AppendArrays:
                 for x in (key, value)
             )  # fmt: skip
         tensors: dict[str, Any] = {
-            "key": place(key, case.source),
-            "value": place(value, case.source),
+            "k": place(key, case.source),
+            "v": place(value, case.source),
             "k_cache": place(self.k_cache, case.cache),
             "v_cache": place(self.v_cache, case.cache),
             "page_table": place(self.page_table, None),
@@ -188,7 +188,7 @@ class AppendArrays:
         else:
             tensors["seq_lens"] = place(self.seq_lens, None)
         if case.by == "offsets":
-            tensors["cum_seq_lens"] = place(self.cum_seq_lens, None)
+            tensors["q_cu_seq_lens"] = place(self.q_cu_seq_lens, None)
         if self.page_indptr is not None:
             tensors["page_indptr"] = place(self.page_indptr, None)
         options: dict[str, Any] = {"lengths_include_new": case.lengths_include_new}

@@ -85,13 +85,13 @@ class MergeArrays:
         case = self.case
         own = case.parts - case.other
         if not own:  # of one part alone
-            tensors = {"v": place(self.v, case.dtype), "s": place(self.s, None)}
+            tensors = {"parts": place(self.v, case.dtype), "part_lses": place(self.s, None)}
         elif case.in_place:
-            tensors = {"v": place(self.v[:, 0], case.dtype), "s": place(self.s[:, 0], None)}
+            tensors = {"parts": place(self.v[:, 0], case.dtype), "part_lses": place(self.s[:, 0], None)}
         else:
-            tensors = {"v": place(self.v[:, :own], case.dtype), "s": place(self.s[:, :own], None)}
+            tensors = {"parts": place(self.v[:, :own], case.dtype), "part_lses": place(self.s[:, :own], None)}
         if case.other and own:
-            tensors |= {"v_other": place(self.v[:, -1], case.dtype), "s_other": place(self.s[:, -1], None)}
+            tensors |= {"other": place(self.v[:, -1], case.dtype), "other_lse": place(self.s[:, -1], None)}
         tensors["out"] = place(self.out, case.out)
         if case.with_lse:
             tensors["lse"] = place(self.lse, None)

@@ -82,13 +82,13 @@ def test_pages_beyond_4_gib_are_reached(runtime: Runtime, mirror: MirroredArrays
 
         view = TensorView(cache, "bfloat16", (pages, 16, 1, 64), (page_bytes // 2, 128, 64, 1))
         given = {
-            "key": mirror.place(key, "bfloat16"),
-            "value": mirror.place(value, "bfloat16"),
+            "k": mirror.place(key, "bfloat16"),
+            "v": mirror.place(value, "bfloat16"),
             "k_cache": view,
             "v_cache": replace(view, pointer=cache + 4096),
             "page_table": mirror.place(np.array([[pages - 1]], np.int32)),
             "seq_lens": mirror.place(np.array([16], np.int32)),
-            "cum_seq_lens": mirror.place(np.array([0, 3], np.int32)),
+            "q_cu_seq_lens": mirror.place(np.array([0, 3], np.int32)),
         }
         append_kv(**given, runtime=runtime)
         runtime.driver.synchronize(0)
@@ -107,8 +107,8 @@ def test_pages_beyond_4_gib_are_reached(runtime: Runtime, mirror: MirroredArrays
         ("page_table", (0, 2), -1, "a page id outside the pool"),
         ("seq_lens", 0, -3, "a negative length"),
         ("seq_lens", 3, 2**31 - 1, "a position behind the pages of its request"),
-        ("cum_seq_lens", 2, 2**31 - 1, "a token of no request"),
-        ("cum_seq_lens", 0, -(2**31), "a token of no request"),
+        ("q_cu_seq_lens", 2, 2**31 - 1, "a token of no request"),
+        ("q_cu_seq_lens", 0, -(2**31), "a token of no request"),
     ],
 )
 def test_what_is_outside_is_skipped_and_reported(
@@ -123,7 +123,7 @@ def test_what_is_outside_is_skipped_and_reported(
     with pytest.raises(ClampedInputError, match=words):
         placed.plan.check(placed.plan.prepare(0))
     written = placed.arrays.whole.view(np.uint8) != UNTOUCHED
-    if name != "cum_seq_lens":
+    if name != "q_cu_seq_lens":
         assert not (written & (placed.expected.view(np.uint8) == UNTOUCHED)).any()
     assert written.sum() < (placed.expected.view(np.uint8) != UNTOUCHED).sum()
     mirror.arrays.assert_guards()
@@ -142,7 +142,7 @@ def test_a_graph_replays_over_other_lengths_and_pages(
     for before in ((30, 7, 0, 64), (9, 0, 17, 3)):
         new = AppendArrays(replace(PLAIN, before=before), rng, mirror.make)
         expected = new.expected()
-        for name in ("page_table", "seq_lens", "cum_seq_lens", "key", "value"):
+        for name in ("page_table", "seq_lens", "q_cu_seq_lens", "k", "v"):
             to, of = getattr(arrays, name), getattr(new, name)
             to[tuple(slice(0, size) for size in of.shape)] = of
             mirror.upload(to)
@@ -165,7 +165,7 @@ def test_it_waits_for_the_kernel_that_makes_its_input(runtime: Runtime, mirror: 
     second = AppendArrays(case, rng, mirror.make)
     tensors, options = second.arguments(mirror.place)
     page = int(placed.arrays.page_table[0, 0])
-    moved = {name: placed.tensors[cache] for name, cache in (("key", "k_cache"), ("value", "v_cache"))}
+    moved = {name: placed.tensors[cache] for name, cache in (("k", "k_cache"), ("v", "v_cache"))}
     for name, view in moved.items():
         at = view.pointer + page * view.strides[0] * 2
         tensors[name] = replace(view, pointer=at, shape=view.shape[1:], strides=view.strides[1:])

@@ -77,7 +77,7 @@ def test_a_wrong_byte_is_seen(runtime: RehearsalRuntime, appended: Any, monkeypa
 
 @pytest.mark.parametrize(
     ("name", "index", "value", "words"),
-    [("seq_lens", 0, -3, "a negative length"), ("cum_seq_lens", 2, 2**31 - 1, "a token of no request")],
+    [("seq_lens", 0, -3, "a negative length"), ("q_cu_seq_lens", 2, 2**31 - 1, "a token of no request")],
 )
 def test_reports_are_read(
     runtime: RehearsalRuntime, appended: Any, rng: np.random.Generator, name: str, index: int, value: int, words: str

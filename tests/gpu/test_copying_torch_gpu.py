@@ -49,7 +49,7 @@ class Tensors:
 
     def append_by_offsets(self) -> None:
         k, v = self.cache[:, 0], self.cache[:, 1]
-        append_kv(self.key, self.value, k, v, self.table, self.lens, cum_seq_lens=self.offsets)
+        append_kv(self.key, self.value, k, v, self.table, self.lens, q_cu_seq_lens=self.offsets)
 
     def check(self) -> None:
         torch.cuda.synchronize()
@@ -96,7 +96,7 @@ def test_an_append_is_captured_and_replayed(t: Tensors, warm: bool) -> None:
 def test_e4m3_with_scales_saturates_as_torch_converts(t: Tensors) -> None:
     caches = [torch.zeros(2 * COLUMNS, PAGE, HEADS, DIM, device="cuda", dtype=torch.float8_e4m3fn) for _ in "kv"]
     scale = torch.full((1,), 0.5, device="cuda")
-    append_kv(t.key, t.value, *caches, t.table, t.lens, cum_seq_lens=t.offsets, k_scale=0.25, v_scale=scale)
+    append_kv(t.key, t.value, *caches, t.table, t.lens, q_cu_seq_lens=t.offsets, k_scale=0.25, v_scale=scale)
     page = t.table[t.requests.long(), t.positions.long() // PAGE].long()
     for source, cache, number in ((t.key, caches[0], 0.25), (t.value, caches[1], 0.5)):
         want = (source.float() / number).clamp(-448, 448).to(torch.float8_e4m3fn)

@@ -65,17 +65,17 @@ def decode(q: Any, k_cache: Any, v_cache: Any, page_table: Any, seq_lens: Any, *
 
 
 def append(
-    key: Any, value: Any, k_cache: Any, v_cache: Any, table: Any, lengths: Any, *, cum_seq_lens: Any, **given: Any
+    k: Any, v: Any, k_cache: Any, v_cache: Any, table: Any, lengths: Any, *, q_cu_seq_lens: Any, **given: Any
 ) -> None:
     """``append_kv``, token by token."""
-    assert cum_seq_lens is None
+    assert q_cu_seq_lens is None
     assert given == {"lengths_include_new": False}
     size = k_cache.shape[1]
     for request, start in enumerate(lengths.tolist()):
-        for token in range(key.shape[1]):
+        for token in range(k.shape[1]):
             at = start + token
             page = int(table[request, at // size])
-            k_cache[page, at % size], v_cache[page, at % size] = key[request, token], value[request, token]
+            k_cache[page, at % size], v_cache[page, at % size] = k[request, token], v[request, token]
 
 
 @pytest.fixture(autouse=True)

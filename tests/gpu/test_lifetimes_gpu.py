@@ -73,12 +73,12 @@ def context() -> dict[str, Any]:
 
 
 def append() -> dict[str, Any]:
-    new, caches = {"key": bf16(23, 8, 128), "value": bf16(23, 8, 128)}, {name: bf16(8, 64, 8, 128) for name in CACHES}
-    return {**new, **caches, "page_table": table(2, 4), "seq_lens": int32(40, 50), "cum_seq_lens": int32(0, 11, 23)}
+    new, caches = {"k": bf16(23, 8, 128), "v": bf16(23, 8, 128)}, {name: bf16(8, 64, 8, 128) for name in CACHES}
+    return {**new, **caches, "page_table": table(2, 4), "seq_lens": int32(40, 50), "q_cu_seq_lens": int32(0, 11, 23)}
 
 
 def merge() -> dict[str, Any]:
-    return {"v": bf16(23, 3, 8, 128), "s": torch.randn(23, 3, 8, device="cuda"), "out": bf16(23, 8, 128)}
+    return {"parts": bf16(23, 3, 8, 128), "part_lses": torch.randn(23, 3, 8, device="cuda"), "out": bf16(23, 8, 128)}
 
 
 PLANS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], dict[str, Any]]] = {

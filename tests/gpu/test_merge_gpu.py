@@ -69,10 +69,10 @@ def test_the_same_parts_give_the_same_bits(runtime: Runtime, mirror: MirroredArr
         out, lse = mirror.make((1, 8, 128), np.float32), mirror.make((1, 8), np.float32)
         own = slice(token, token + 1)
         given = {
-            "v": mirror.place(arrays.v[own, :3], "bfloat16"),
-            "s": mirror.place(arrays.s[own, :3]),
-            "v_other": mirror.place(arrays.v[own, 3], "bfloat16"),
-            "s_other": mirror.place(arrays.s[own, 3]),
+            "parts": mirror.place(arrays.v[own, :3], "bfloat16"),
+            "part_lses": mirror.place(arrays.s[own, :3]),
+            "other": mirror.place(arrays.v[own, 3], "bfloat16"),
+            "other_lse": mirror.place(arrays.s[own, 3]),
             "out": mirror.place(out),
             "lse": mirror.place(lse),
         }

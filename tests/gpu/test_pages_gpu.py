@@ -74,14 +74,16 @@ def names_of(page: str) -> dict[str, Any]:
     queries = torch.randn(BATCH, 16, 576, **on) if page == "docs/mla.md" else decode["q"]
     out = torch.zeros(BATCH, 16, 512, **on) if page == "docs/mla.md" else torch.zeros_like(queries)
     on_append: dict[str, Any] = {
-        "key": torch.randn(6, 4, 128, **on),
-        "value": torch.randn(6, 4, 128, **on),
+        "k": torch.randn(6, 4, 128, **on),
+        "v": torch.randn(6, 4, 128, **on),
         "ckv": torch.randn(6, 512, **on),
         "k_pe": torch.randn(6, 64, **on),
         "cache": decode["kv_cache"],
         "offsets": decode["q_starts"],
-        **{name: torch.randn(6, *parts, 32, 128, **on) for name, parts in (("v", (2,)), ("v1", ()), ("v2", ()))},
-        **{name: torch.randn(6, *parts, 32, device="cuda") for name, parts in (("s", (2,)), ("s1", ()), ("s2", ()))},
+        "parts": torch.randn(6, 2, 32, 128, **on),
+        "part_lses": torch.randn(6, 2, 32, device="cuda"),
+        **{name: torch.randn(6, 32, 128, **on) for name in ("one", "other")},
+        **{name: torch.randn(6, 32, device="cuda") for name in ("one_lse", "other_lse")},
         "lse": torch.empty(6, 32, device="cuda"),
         "mask": torch.ones(6, device="cuda", dtype=torch.bool),
     }

@@ -96,9 +96,9 @@ def use_references(monkeypatch: Any) -> list[str]:
             if tensor is not None:
                 tensor.copy_(torch.from_numpy(values).view(tensor.shape))
 
-    def merge(v: Any, s: Any, *, v_other: Any, s_other: Any, out: Any, workspace: Any) -> None:
+    def merge(part: Any, its_lse: Any, *, other: Any, other_lse: Any, out: Any, workspace: Any) -> None:
         called.append("merge")
-        out.copy_(merged(torch.stack([v, v_other]), torch.stack([s, s_other]))[0])
+        out.copy_(merged(torch.stack([part, other]), torch.stack([its_lse, other_lse]))[0])
 
     for name, function in (("paged_decode", decode), ("context_attention", context), ("merge_states", merge)):
         monkeypatch.setattr(dealt_batch, name, function)

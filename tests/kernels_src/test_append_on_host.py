@@ -72,8 +72,8 @@ def test_a_row_of_many_heads_and_one_token(host: HostOperators) -> None:
         ("seq_lens", 0, -3, StatusBit.LENGTH_NEGATIVE),
         ("seq_lens", 3, 81, StatusBit.POSITION_WITHOUT_PAGE),
         ("seq_lens", 3, 2**31 - 1, StatusBit.POSITION_WITHOUT_PAGE),
-        ("cum_seq_lens", 2, 47, StatusBit.TOKEN_OF_NO_REQUEST),
-        ("cum_seq_lens", 0, 2, StatusBit.TOKEN_OF_NO_REQUEST),
+        ("q_cu_seq_lens", 2, 47, StatusBit.TOKEN_OF_NO_REQUEST),
+        ("q_cu_seq_lens", 0, 2, StatusBit.TOKEN_OF_NO_REQUEST),
     ],
 )
 def test_what_is_outside_is_skipped_and_reported(
@@ -85,7 +85,7 @@ def test_what_is_outside_is_skipped_and_reported(
     assert append(host, arrays) & bit
     written = arrays.whole != np.frombuffer(bytes([UNTOUCHED] * 2), np.uint16)[0]
     wanted = whole != np.frombuffer(bytes([UNTOUCHED] * 2), np.uint16)[0]
-    if name != "cum_seq_lens":  # else tokens change their requests
+    if name != "q_cu_seq_lens":  # else tokens change their requests
         assert not (written & ~wanted).any()
     assert written.sum() < wanted.sum()
 

@@ -10,10 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from functools import partial, wraps
 from itertools import count
+from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 from ...provenance import number_of
+from ..former_names import renamed_options
 from ..process import default, runtime_of
 from ..torch_ops import TorchOp, is_intercepted
 from .any_size import any_size_path, is_second
@@ -140,6 +142,7 @@ def operator_function(
     memory: tuple[str, ...] = (),
     contents: tuple[str, ...] = (),
     any_size: bool = False,
+    former: Mapping[str, str] = MappingProxyType({}),
     op: Callable[[Callable[..., Any]], TorchOp] | None = None,
 ) -> Callable[[FunctionT], FunctionT]:
     """Let a function, which is then the full path, try the paths of earlier calls first.
@@ -149,13 +152,14 @@ def operator_function(
     Args:
         scales, bound, memory, contents: as in ``Signature``.
         any_size: whether calls that differ in sizes alone share a path.
+        former: names that arguments had -> their names, which calls may still use on the full path.
         op: makes the op, from the full path, through which calls go that torch traces.
     """
 
     def decorate(full: FunctionT) -> FunctionT:
         binding = Binding.of(full)
         signature = Signature(binding.names, scales, bound, frozenset(memory), contents)
-        known = _Operator(full, binding, signature, op(full) if op else None, any_size=any_size)
+        known = _Operator(full, binding, signature, op(full) if op else None, any_size=any_size, former=former)
         number, is_method = known.number, known.is_method
 
         @wraps(full)
@@ -199,8 +203,9 @@ class _Operator:
         op: TorchOp | None,
         *,
         any_size: bool,
+        former: Mapping[str, str],
     ) -> None:
-        self.op = op
+        self.op, self._former = op, former
         self._full, self._signature, self._any_size = full, signature, any_size
         self._binding, self.number = binding, next(_numbers)
         self.is_method = signature.parameters[0] == "self"
@@ -212,6 +217,9 @@ class _Operator:
             TypeError: they are not what the operator takes.
         """
         slots = self._binding.in_order(arguments, options)
+        if slots is None and not self._former.keys().isdisjoint(options):
+            options = renamed_options(self._full.__name__, self._former, options)
+            slots = self._binding.in_order(arguments, options)
         if slots is None:
             inspect.signature(self._full).bind(*arguments, **options)  # which says what is wrong
             raise TypeError(f"{self._full.__name__}: unexpected arguments")

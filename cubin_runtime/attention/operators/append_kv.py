@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from ...dtypes import DTYPES, ITEM_BYTES
@@ -21,6 +22,7 @@ from ...values import dataclass
 from ..backends import AUTO
 from ..checks import check_shape, token_stride
 from ..fast_path import operator_function
+from ..former_names import takes_former_names
 from ..operator import LENGTHS, Call, Operator, TensorArg
 from ..paged_cache import KV_SCALE_TENSORS, KV_SCALES, Q_DTYPES, cache_view, scale_strides
 from ..pipeline import plan_call, run_call, torch_op
@@ -38,13 +40,13 @@ _MOST_TOKENS = 1 << 30  # the number of a token behind them, where a CTA's next 
 class AppendTensors(TypedDict):
     """The tensors of an append by name, as ``APPEND_KV`` declares them; its scales may be numbers."""
 
-    key: Tensor
-    value: Tensor
+    k: Tensor
+    v: Tensor
     k_cache: Tensor
     v_cache: Tensor
     page_table: Tensor
     seq_lens: Tensor | None
-    cum_seq_lens: Tensor | None
+    q_cu_seq_lens: Tensor | None
     positions: Tensor | None
     batch_indices: Tensor | None
     page_indptr: Tensor | None
@@ -79,6 +81,12 @@ def _source(view: TensorView, _: AppendOptions) -> TensorView:
     return _one_head(view) if len(view.shape) == 2 else view
 
 
+def _source_arg(name: str, value: str) -> TensorArg:
+    return TensorArg(
+        name, Q_DTYPES, "k_cache", alignment=16, stride_bytes=16, rows=True, canonical=_source, value=value
+    )
+
+
 def _cache_arg(name: str, **dtypes: Any) -> TensorArg:
     return TensorArg(
         name,
@@ -94,35 +102,35 @@ def _cache_arg(name: str, **dtypes: Any) -> TensorArg:
 
 def _check(call: Call) -> None:
     tensors, options = call.tensors, call.options
-    key, value, k, v = (tensors[name] for name in ("key", "value", "k_cache", "v_cache"))
+    k, v, k_cache, v_cache = (tensors[name] for name in ("k", "v", "k_cache", "v_cache"))
     tensors.check_dtypes()
-    if len(key.shape) not in (3, 4) or prod(key.shape) < 1:
+    if len(k.shape) not in (3, 4) or prod(k.shape) < 1:
         raise UsageError(
-            f"key: shape {key.shape}, expected [tokens, kv_heads, head_dim] or [batch, tokens, kv_heads, head_dim] "
+            f"k: shape {k.shape}, expected [tokens, kv_heads, head_dim] or [batch, tokens, kv_heads, head_dim] "
             "of 1 token or more"
         )
-    if prod(key.shape[:-2]) > _MOST_TOKENS:
-        raise UsageError(f"key: shape {key.shape}, expected at most {_MOST_TOKENS} tokens")
-    _check_caches(key, value, k, v)
+    if prod(k.shape[:-2]) > _MOST_TOKENS:
+        raise UsageError(f"k: shape {k.shape}, expected at most {_MOST_TOKENS} tokens")
+    _check_caches(k, v, k_cache, v_cache)
     _check_whose(call)
-    if key.dtype != value.dtype:
-        raise UsageError(f"value: dtype {value.dtype}, expected {key.dtype}, like key")
+    if k.dtype != v.dtype:
+        raise UsageError(f"v: dtype {v.dtype}, expected {k.dtype}, like k")
     for name in KV_SCALES:
-        if key.dtype == k.dtype and (getattr(options, name) is not None or tensors.get(name) is not None):
+        if k.dtype == k_cache.dtype and (getattr(options, name) is not None or tensors.get(name) is not None):
             raise UsageError(
-                f"{name}: given with {key.dtype} keys and {k.dtype} caches, which are copied; expected None"
+                f"{name}: given with {k.dtype} keys and {k_cache.dtype} caches, which are copied; expected None"
             )
         if tensors.get(name) is not None:
-            check_shape(name, tensors[name], (1,), (k.shape[2],), (_batch(call), k.shape[2]))
+            check_shape(name, tensors[name], (1,), (k_cache.shape[2],), (_batch(call), k_cache.shape[2]))
     tensors.check_devices()
     tensors.check_memory()
-    for name, source in (("key", key), ("value", value)):
+    for name, source in (("k", k), ("v", v)):
         token_stride(name, source, 2)
 
 
-def _check_caches(key: TensorView, value: TensorView, k: TensorView, v: TensorView) -> None:
-    pages, page_size, kv_heads, dim = k.shape
-    for name, cache in (("k_cache", k), ("v_cache", v)):
+def _check_caches(k: TensorView, v: TensorView, k_cache: TensorView, v_cache: TensorView) -> None:
+    pages, page_size, kv_heads, dim = k_cache.shape
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if prod(cache.shape[:3]) < 1:
             raise UsageError(f"{name}: shape {cache.shape}, expected at least one page, slot and head")
         if cache.shape[3] % HEAD_DIM_STEP or not 2 * HEAD_DIM_STEP <= cache.shape[3] <= MAX_HEAD_DIM:
@@ -130,10 +138,10 @@ def _check_caches(key: TensorView, value: TensorView, k: TensorView, v: TensorVi
                 f"{name}: head dimension {cache.shape[3]}, expected a multiple of {HEAD_DIM_STEP} from "
                 f"{2 * HEAD_DIM_STEP} to {MAX_HEAD_DIM}"
             )
-    check_shape("v_cache", v, (pages, page_size, kv_heads, v.shape[3]))
-    check_shape("key", key, (*key.shape[:-2], kv_heads, dim))
-    check_shape("value", value, (*key.shape[:-2], kv_heads, v.shape[3]))
-    units = kv_heads * (_units(k) + _units(v))
+    check_shape("v_cache", v_cache, (pages, page_size, kv_heads, v_cache.shape[3]))
+    check_shape("k", k, (*k.shape[:-2], kv_heads, dim))
+    check_shape("v", v, (*k.shape[:-2], kv_heads, v_cache.shape[3]))
+    units = kv_heads * (_units(k_cache) + _units(v_cache))
     if units > CONSTANTS.append_max_units:
         raise UsageError(
             f"k_cache: {units * UNIT_BYTES} bytes of keys and values per token, expected at most "
@@ -143,8 +151,8 @@ def _check_caches(key: TensorView, value: TensorView, k: TensorView, v: TensorVi
 
 def _check_whose(call: Call) -> None:
     """Check what says where the tokens belong: lengths with or without offsets, or positions."""
-    tensors, key = call.tensors, call.tensors["key"]
-    lengths, offsets = tensors.get("seq_lens"), tensors.get("cum_seq_lens")
+    tensors, k = call.tensors, call.tensors["k"]
+    lengths, offsets = tensors.get("seq_lens"), tensors.get("q_cu_seq_lens")
     positions, requests = tensors.get("positions"), tensors.get("batch_indices")
     table, bounds = tensors["page_table"], tensors.get("page_indptr")
     if (lengths is None) == (positions is None):
@@ -152,20 +160,18 @@ def _check_whose(call: Call) -> None:
     if (positions is None) != (requests is None):
         raise UsageError(f"batch_indices: {_given(requests)}, expected exactly when positions is given")
     if positions is not None and offsets is not None:
-        raise UsageError("cum_seq_lens: given with positions, expected only with seq_lens")
+        raise UsageError("q_cu_seq_lens: given with positions, expected only with seq_lens")
     ragged = positions is not None or offsets is not None
-    if ragged != (len(key.shape) == 3):
+    if ragged != (len(k.shape) == 3):
         form = "[tokens, kv_heads, head_dim]" if ragged else "[batch, tokens, kv_heads, head_dim]"
-        raise UsageError(
-            f"key: shape {key.shape}, expected {form} {'with' if ragged else 'without'} offsets or positions"
-        )
+        raise UsageError(f"k: shape {k.shape}, expected {form} {'with' if ragged else 'without'} offsets or positions")
     batch = _batch(call)
     if batch < 1:
         raise UsageError("page_table: no requests, expected 1 or more")
     check_shape("seq_lens", lengths, (batch,))
-    check_shape("cum_seq_lens", offsets, (batch + 1,))
+    check_shape("q_cu_seq_lens", offsets, (batch + 1,))
     for name, view in (("positions", positions), ("batch_indices", requests)):
-        check_shape(name, view, key.shape[:1])
+        check_shape(name, view, k.shape[:1])
     if bounds is not None:
         check_shape("page_indptr", bounds, (batch + 1,))
         if len(table.shape) != 1 or table.shape[0] < 1:
@@ -180,10 +186,10 @@ def _given(view: TensorView | None) -> str:
 
 def _batch(call: Call) -> int:
     """Requests: of the first tensor that says how many."""
-    tensors, key = call.tensors, call.tensors["key"]
+    tensors, k = call.tensors, call.tensors["k"]
     bounds, lengths = tensors.get("page_indptr"), tensors.get("seq_lens")
-    if len(key.shape) == 4:
-        return key.shape[0]
+    if len(k.shape) == 4:
+        return k.shape[0]
     if lengths is not None:
         return prod(lengths.shape)
     return tensors["page_table"].shape[0] if bounds is None else prod(bounds.shape) - 1
@@ -202,29 +208,29 @@ def _strides(source: TensorView, name: str, cache: TensorView) -> AppendStrides:
 
 def _launches(call: Call, device: DeviceFacts, release: NativeRelease) -> Sequence[NativeLaunch[AppendSelection]]:
     tensors, options = call.tensors, call.options
-    key, k, v, table = tensors["key"], tensors["k_cache"], tensors["v_cache"], tensors["page_table"]
-    tokens = prod(key.shape[:-2])
+    k, k_cache, v_cache, table = tensors["k"], tensors["k_cache"], tensors["v_cache"], tensors["page_table"]
+    tokens = prod(k.shape[:-2])
     problem = AppendProblem(
         batch=_batch(call),
         tokens=tokens,
-        new_tokens=key.shape[1] if len(key.shape) == 4 else 0,
+        new_tokens=k.shape[1] if len(k.shape) == 4 else 0,
         lengths_include_new=options.lengths_include_new,
-        kv_heads=k.shape[2],
-        page_size=k.shape[1],
-        num_pages=k.shape[0],
+        kv_heads=k_cache.shape[2],
+        page_size=k_cache.shape[1],
+        num_pages=k_cache.shape[0],
         columns=table.shape[-1],
         table_stride=table.strides[0] if len(table.shape) == 2 else 0,
-        k_units=_units(k),
-        v_units=_units(v),
-        k_strides=_strides(key, "key", k),
-        v_strides=_strides(tensors["value"], "value", v),
+        k_units=_units(k_cache),
+        v_units=_units(v_cache),
+        k_strides=_strides(k, "k", k_cache),
+        v_strides=_strides(tensors["v"], "v", v_cache),
         k_scale=options.k_scale or 1.0,
         v_scale=options.v_scale or 1.0,
         k_scale_strides=scale_strides(tensors.get("k_scale")),
         v_scale_strides=scale_strides(tensors.get("v_scale")),
         programmatic_serialization=options.enable_pdl,
     )
-    shape = AppendShape(dtype=DTYPES[key.dtype].short, kv_dtype=DTYPES[k.dtype].short, tokens=tokens)
+    shape = AppendShape(dtype=DTYPES[k.dtype].short, kv_dtype=DTYPES[k_cache.dtype].short, tokens=tokens)
     selection = select_append(release.kernels, shape, device)
     return [append_launch(selection, problem, release.file_of(selection.kernel))]
 
@@ -232,13 +238,13 @@ def _launches(call: Call, device: DeviceFacts, release: NativeRelease) -> Sequen
 APPEND_KV = Operator(
     name="append_kv",
     tensors=(
-        TensorArg("key", Q_DTYPES, "k_cache", alignment=16, stride_bytes=16, rows=True, canonical=_source),
-        TensorArg("value", Q_DTYPES, "k_cache", alignment=16, stride_bytes=16, rows=True, canonical=_source),
+        _source_arg("k", "key"),
+        _source_arg("v", "value"),
         _cache_arg("k_cache", dtypes=tuple(Q_DTYPES)),
         _cache_arg("v_cache", dtypes={dtype: (dtype,) for dtype in Q_DTYPES}, dtypes_by="k_cache"),
         TensorArg("page_table", ("int32",), rows=True),
         TensorArg("seq_lens", LENGTHS, optional=True, contiguous=True),
-        TensorArg("cum_seq_lens", LENGTHS, optional=True, contiguous=True),
+        TensorArg("q_cu_seq_lens", LENGTHS, optional=True, contiguous=True, value="cum_seq_lens"),
         TensorArg("positions", LENGTHS, optional=True, contiguous=True),
         TensorArg("batch_indices", LENGTHS, optional=True, contiguous=True),
         TensorArg("page_indptr", LENGTHS, optional=True, contiguous=True),
@@ -246,6 +252,7 @@ APPEND_KV = Operator(
     ),
     options=AppendOptions,
     scales=KV_SCALES,
+    former=MappingProxyType({"key": "k", "value": "v", "cum_seq_lens": "q_cu_seq_lens"}),
     check=_check,
     launches=_launches,
 )
@@ -254,17 +261,17 @@ APPEND_KV = Operator(
 class AppendKvPlan(StepPlan):
     """A KV append for tensors of one set of shapes, strides and dtypes; made by ``plan_append_kv``."""
 
-    @operator_function(scales=KV_SCALES)
+    @operator_function(scales=KV_SCALES, former=APPEND_KV.former)
     def run(
         self,
-        key: Tensor,
-        value: Tensor,
+        k: Tensor,
+        v: Tensor,
         k_cache: Tensor,
         v_cache: Tensor,
         page_table: Tensor,
         seq_lens: Tensor | None = None,
         *,
-        cum_seq_lens: Tensor | None = None,
+        q_cu_seq_lens: Tensor | None = None,
         positions: Tensor | None = None,
         batch_indices: Tensor | None = None,
         page_indptr: Tensor | None = None,
@@ -280,13 +287,13 @@ class AppendKvPlan(StepPlan):
         """
         self.run_step(
             AppendTensors(
-                key=key,
-                value=value,
+                k=k,
+                v=v,
                 k_cache=k_cache,
                 v_cache=v_cache,
                 page_table=page_table,
                 seq_lens=seq_lens,
-                cum_seq_lens=cum_seq_lens,
+                q_cu_seq_lens=q_cu_seq_lens,
                 positions=positions,
                 batch_indices=batch_indices,
                 page_indptr=page_indptr,
@@ -298,15 +305,16 @@ class AppendKvPlan(StepPlan):
         )
 
 
+@takes_former_names(APPEND_KV.former)
 def plan_append_kv(
-    key: Tensor,
-    value: Tensor,
+    k: Tensor,
+    v: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
     page_table: Tensor,
     seq_lens: Tensor | None = None,
     *,
-    cum_seq_lens: Tensor | None = None,
+    q_cu_seq_lens: Tensor | None = None,
     positions: Tensor | None = None,
     batch_indices: Tensor | None = None,
     page_indptr: Tensor | None = None,
@@ -322,17 +330,17 @@ def plan_append_kv(
     """Choose the kernel and the grid for tensors like these. Arguments and errors are those of ``append_kv``.
 
     Planning launches and loads nothing and reads no tensor. ``device_facts`` plans for a described device instead of
-    the one that ``key`` is on.
+    the one that ``k`` is on.
     It is a ``DeviceFacts`` or a name such as ``"H200"``; with it, torch's meta and fake tensors are taken, too.
     """
     tensors = AppendTensors(
-        key=key,
-        value=value,
+        k=k,
+        v=v,
         k_cache=k_cache,
         v_cache=v_cache,
         page_table=page_table,
         seq_lens=seq_lens,
-        cum_seq_lens=cum_seq_lens,
+        q_cu_seq_lens=q_cu_seq_lens,
         positions=positions,
         batch_indices=batch_indices,
         page_indptr=page_indptr,
@@ -345,16 +353,16 @@ def plan_append_kv(
     return plan_call(AppendKvPlan, APPEND_KV, tensors, options, runtime=runtime, device_facts=device_facts)
 
 
-@operator_function(scales=KV_SCALES, any_size=True, op=lambda _: torch_op(APPEND_KV))
+@operator_function(scales=KV_SCALES, any_size=True, former=APPEND_KV.former, op=lambda _: torch_op(APPEND_KV))
 def append_kv(
-    key: Tensor,
-    value: Tensor,
+    k: Tensor,
+    v: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
     page_table: Tensor,
     seq_lens: Tensor | None = None,
     *,
-    cum_seq_lens: Tensor | None = None,
+    q_cu_seq_lens: Tensor | None = None,
     positions: Tensor | None = None,
     batch_indices: Tensor | None = None,
     page_indptr: Tensor | None = None,
@@ -376,10 +384,10 @@ def append_kv(
     not in the table or the pool is also skipped, and ``plan.check`` reports it. Nothing else is written.
 
     Args:
-        key: ``[tokens, kv_heads, head_dim]`` with ``cum_seq_lens`` or ``positions``, else ``[batch, new tokens,
+        k: ``[tokens, kv_heads, head_dim]`` with ``q_cu_seq_lens`` or ``positions``, else ``[batch, new tokens,
             kv_heads, head_dim]``. Like the caches, or bfloat16 or float16 to be quantised into float8_e4m3fn ones. One
             stride between all tokens; addresses and strides in multiples of 16 bytes. ``[tokens, head_dim]``: one head.
-        value: like ``key``, with the head_dim of ``v_cache``.
+        v: like ``k``, with the head_dim of ``v_cache``.
         k_cache: bfloat16, float16 or float8_e4m3fn ``[pages, page_size, kv_heads, head_dim]`` (NHD) or ``[pages,
             kv_heads, page_size, head_dim]`` (HND), of any page size; ``[pages, page_size, head_dim]`` has one head.
             head_dim is a multiple of 16 from 32 to 1024. Strides in multiples of 16 bytes, so K and V may be views of
@@ -388,8 +396,8 @@ def append_kv(
         page_table: int32 ``[batch, columns]``, the pages of each request in order; with ``page_indptr`` the page ids of
             all requests, one after another.
         seq_lens: int32 or uint32 ``[batch]``, number of keys of each request, by default including the new ones.
-        cum_seq_lens: int32 or uint32 ``[batch + 1]``: prefix sums of the numbers of new tokens. A request may have no
-            new token; tokens of ``key`` after the last sum are padding.
+        q_cu_seq_lens: int32 or uint32 ``[batch + 1]``: prefix sums of the numbers of new tokens. A request may have no
+            new token; tokens of ``k`` after the last sum are padding.
         positions, batch_indices: int32 or uint32 ``[tokens]``: the position of each token among its request's keys and
             the request, in the place of ``seq_lens``; in any order.
         page_indptr: int32 or uint32 ``[batch + 1]``: where the page ids of each request begin.
@@ -400,7 +408,7 @@ def append_kv(
         kv_layout: "NHD" or "HND".
         workspace: scratch memory that belongs to ``stream``. None: the one that the cached plan keeps for this stream.
         stream: an int handle, an object with ``__cuda_stream__``, a torch stream, or None: torch's current stream
-            where ``key`` is a torch tensor, else the legacy default stream.
+            where ``k`` is a torch tensor, else the legacy default stream.
         backend: "auto" (a backend that was measured on this compute capability) or the name of a backend.
         enable_pdl: launch with programmatic dependent launch (stream serialization).
         runtime: the runtime to use. None: the process's default runtime.
@@ -413,13 +421,13 @@ def append_kv(
         DeviceError: the driver or the ABI gate rejects the launch.
     """
     tensors = AppendTensors(
-        key=key,
-        value=value,
+        k=k,
+        v=v,
         k_cache=k_cache,
         v_cache=v_cache,
         page_table=page_table,
         seq_lens=seq_lens,
-        cum_seq_lens=cum_seq_lens,
+        q_cu_seq_lens=q_cu_seq_lens,
         positions=positions,
         batch_indices=batch_indices,
         page_indptr=page_indptr,

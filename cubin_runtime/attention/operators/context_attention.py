@@ -15,7 +15,6 @@ from ...kernels.native.prefill.select import (
     HEAD_DIMS,
     MAX_GROUP,
     VALUE_DIMS,
-    ContextSelection,
     ContextShape,
     select_context_attention,
 )
@@ -350,12 +349,6 @@ class ContextTensors(TypedDict):
 
 class ContextAttentionPlan(StepPlan):
     """A context attention; made by ``plan_context_attention``."""
-
-    @property
-    def selection(self) -> ContextSelection:
-        """The kernel and the grid that were chosen for the launch, and why."""
-        selection: ContextSelection = self.selections[0]
-        return selection
 
     @operator_function(scales=SCALES)
     def run(

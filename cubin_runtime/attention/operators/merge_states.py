@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from ...dtypes import DTYPES
@@ -20,6 +21,7 @@ from ...values import dataclass
 from ..backends import AUTO
 from ..checks import check_dtype, check_shape
 from ..fast_path import operator_function
+from ..former_names import takes_former_names
 from ..operator import Call, Given, Operator, OutputForm, TensorArg, shape_of
 from ..pipeline import plan_call, run_call, torch_op
 from ..runtime import NativeRelease, Runtime
@@ -38,10 +40,10 @@ _MAX_ROWS = 1 << 31
 class MergeTensors(TypedDict):
     """The tensors of a merge by name, as ``MERGE_STATES`` declares them."""
 
-    v: Tensor
-    s: Tensor
-    v_other: Tensor | None
-    s_other: Tensor | None
+    parts: Tensor
+    part_lses: Tensor
+    other: Tensor | None
+    other_lse: Tensor | None
     out: Tensor | None
     lse: Tensor | None
     sinks: Tensor | None
@@ -70,28 +72,29 @@ def _with_part(trailing: int) -> Any:
 
 
 def _check(call: Call) -> None:
-    tensors, v = call.tensors, call.tensors["v"]
-    if len(v.shape) != 4 or prod(v.shape) < 1:
+    tensors, parts = call.tensors, call.tensors["parts"]
+    if len(parts.shape) != 4 or prod(parts.shape) < 1:
         raise UsageError(
-            f"v: shape {v.shape}, expected [tokens, parts, heads, head_dim] or [tokens, heads, head_dim] with elements"
+            f"parts: shape {parts.shape}, expected [tokens, parts, heads, head_dim] or [tokens, heads, head_dim] with "
+            "elements"
         )
-    tokens, parts, heads, dim = v.shape
+    tokens, count, heads, dim = parts.shape
     if dim % CONSTANTS.merge_values or dim > MAX_HEAD_DIM:
         raise UsageError(
-            f"v: head dimension {dim}, expected a multiple of {CONSTANTS.merge_values} up to {MAX_HEAD_DIM}"
+            f"parts: head dimension {dim}, expected a multiple of {CONSTANTS.merge_values} up to {MAX_HEAD_DIM}"
         )
     if tokens * heads >= _MAX_ROWS:
-        raise UsageError(f"v: {tokens} tokens of {heads} heads, expected fewer than {_MAX_ROWS} rows")
+        raise UsageError(f"parts: {tokens} tokens of {heads} heads, expected fewer than {_MAX_ROWS} rows")
     if call.options.lse_base not in LSE_BASES:
         raise UsageError(f"lse_base={call.options.lse_base!r}: expected {' or '.join(map(repr, LSE_BASES))}")
-    other, its_lse = tensors.get("v_other"), tensors.get("s_other")
+    other, its_lse = tensors.get("other"), tensors.get("other_lse")
     if (other is None) != (its_lse is None):
-        raise UsageError(f"s_other: {'None' if its_lse is None else 'given'}, expected exactly when v_other is given")
+        raise UsageError(f"other_lse: {'None' if its_lse is None else 'given'}, expected exactly when other is given")
     tensors.check_dtypes()
-    check_shape("s", tensors["s"], (tokens, parts, heads))
-    check_shape("v_other", other, (tokens, heads, dim))
-    check_dtype("v_other", other, (v.dtype,), ", like v")
-    check_shape("s_other", its_lse, (tokens, heads))
+    check_shape("part_lses", tensors["part_lses"], (tokens, count, heads))
+    check_shape("other", other, (tokens, heads, dim))
+    check_dtype("other", other, (parts.dtype,), ", like parts")
+    check_shape("other_lse", its_lse, (tokens, heads))
     check_shape("out", tensors["out"], (tokens, heads, dim))
     check_shape("lse", tensors.get("lse"), (tokens, heads))
     check_shape("sinks", tensors.get("sinks"), (heads,))
@@ -101,8 +104,9 @@ def _check(call: Call) -> None:
 
 
 def _launches(call: Call, device: DeviceFacts, release: NativeRelease) -> Sequence[NativeLaunch[MergeSelection]]:
-    tensors, options, v = call.tensors, call.options, call.tensors["v"]
-    shape = MergeShape(dtype=DTYPES[v.dtype].short, tokens=v.shape[0], heads=v.shape[2], head_dim=v.shape[3])
+    tensors, options, parts, lses = call.tensors, call.options, call.tensors["parts"], call.tensors["part_lses"]
+    tokens, count, heads, dim = parts.shape
+    shape = MergeShape(dtype=DTYPES[parts.dtype].short, tokens=tokens, heads=heads, head_dim=dim)
 
     def pair(name: str) -> tuple[int, int]:
         view = tensors.get(name)
@@ -110,12 +114,12 @@ def _launches(call: Call, device: DeviceFacts, release: NativeRelease) -> Sequen
 
     problem = MergeProblem(
         shape=shape,
-        parts=v.shape[1],
+        parts=count,
         out_dtype=DTYPES[tensors["out"].dtype].short,
-        v_strides=(v.strides[0], v.strides[1], v.strides[2]),
-        s_strides=(tensors["s"].strides[0], tensors["s"].strides[1], tensors["s"].strides[2]),
-        v_other_strides=pair("v_other"),
-        s_other_strides=pair("s_other"),
+        v_strides=(parts.strides[0], parts.strides[1], parts.strides[2]),
+        s_strides=(lses.strides[0], lses.strides[1], lses.strides[2]),
+        v_other_strides=pair("other"),
+        s_other_strides=pair("other_lse"),
         out_strides=pair("out"),
         lse_strides=pair("lse"),
         lse_base_e=options.lse_base == "e",
@@ -126,11 +130,11 @@ def _launches(call: Call, device: DeviceFacts, release: NativeRelease) -> Sequen
 
 
 def _output(arguments: Given) -> OutputForm:
-    v = arguments["v"]
-    shape = shape_of(v, "v")
+    parts = arguments["parts"]
+    shape = shape_of(parts, "parts")
     if len(shape) not in (3, 4):
-        raise UsageError(f"v: shape {shape}, expected 3 or 4 dimensions")
-    return OutputForm(v, (shape[0], *shape[-2:]))
+        raise UsageError(f"parts: shape {shape}, expected 3 or 4 dimensions")
+    return OutputForm(parts, (shape[0], *shape[-2:]))
 
 
 def _values(name: str, **more: Any) -> TensorArg:
@@ -140,16 +144,17 @@ def _values(name: str, **more: Any) -> TensorArg:
 MERGE_STATES = Operator(
     name="merge_states",
     tensors=(
-        _values("v", canonical=_with_part(2)),
-        TensorArg("s", ("float32",), canonical=_with_part(1)),
-        _values("v_other", optional=True),
-        TensorArg("s_other", ("float32",), optional=True),
+        _values("parts", value="v", canonical=_with_part(2)),
+        TensorArg("part_lses", ("float32",), value="s", canonical=_with_part(1)),
+        _values("other", value="v_other", optional=True),
+        TensorArg("other_lse", ("float32",), value="s_other", optional=True),
         _values("out", written=True),
         TensorArg("lse", ("float32",), optional=True, written=True),
         TensorArg("sinks", ("float32",), optional=True, contiguous=True),
         TensorArg("mask", ("bool", "uint8"), optional=True, alignment=1, contiguous=True),
     ),
     options=MergeOptions,
+    former=MappingProxyType({"v": "parts", "s": "part_lses", "v_other": "other", "s_other": "other_lse"}),
     check=_check,
     launches=_launches,
     output=_output,
@@ -159,16 +164,16 @@ MERGE_STATES = Operator(
 class MergeStatesPlan(StepPlan):
     """A merge for tensors of one set of shapes, strides and dtypes; made by ``plan_merge_states``."""
 
-    @operator_function()
+    @operator_function(former=MERGE_STATES.former)
     def run(
         self,
-        v: Tensor,
-        s: Tensor,
+        parts: Tensor,
+        part_lses: Tensor,
         out: Tensor,
         lse: Tensor | None = None,
         *,
-        v_other: Tensor | None = None,
-        s_other: Tensor | None = None,
+        other: Tensor | None = None,
+        other_lse: Tensor | None = None,
         sinks: Tensor | None = None,
         mask: Tensor | None = None,
         workspace: AnyWorkspace | None = None,
@@ -179,20 +184,30 @@ class MergeStatesPlan(StepPlan):
         Pass exactly the optional tensors that the plan was made with.
         """
         self.run_step(
-            MergeTensors(v=v, s=s, v_other=v_other, s_other=s_other, out=out, lse=lse, sinks=sinks, mask=mask),
+            MergeTensors(
+                parts=parts,
+                part_lses=part_lses,
+                other=other,
+                other_lse=other_lse,
+                out=out,
+                lse=lse,
+                sinks=sinks,
+                mask=mask,
+            ),
             workspace,
             stream,
         )
 
 
+@takes_former_names(MERGE_STATES.former)
 def plan_merge_states(
-    v: Tensor,
-    s: Tensor,
+    parts: Tensor,
+    part_lses: Tensor,
     out: Tensor,
     lse: Tensor | None = None,
     *,
-    v_other: Tensor | None = None,
-    s_other: Tensor | None = None,
+    other: Tensor | None = None,
+    other_lse: Tensor | None = None,
     sinks: Tensor | None = None,
     mask: Tensor | None = None,
     lse_base: LseBase = "2",
@@ -204,21 +219,30 @@ def plan_merge_states(
     """Choose the kernel and the grid for tensors like these. Arguments and errors are those of ``merge_states``.
 
     Planning launches and loads nothing and reads no tensor. ``device_facts`` plans for a described device instead of
-    the one that ``v`` is on.
+    the one that ``parts`` is on.
     It is a ``DeviceFacts`` or a name such as ``"H200"``; with it, torch's meta and fake tensors are taken, too.
     """
-    tensors = MergeTensors(v=v, s=s, v_other=v_other, s_other=s_other, out=out, lse=lse, sinks=sinks, mask=mask)
+    tensors = MergeTensors(
+        parts=parts,
+        part_lses=part_lses,
+        other=other,
+        other_lse=other_lse,
+        out=out,
+        lse=lse,
+        sinks=sinks,
+        mask=mask,
+    )
     options = MergeOptions(lse_base=lse_base, backend=backend, enable_pdl=enable_pdl)
     return plan_call(MergeStatesPlan, MERGE_STATES, tensors, options, runtime=runtime, device_facts=device_facts)
 
 
-@operator_function(op=lambda _: torch_op(MERGE_STATES))
+@operator_function(former=MERGE_STATES.former, op=lambda _: torch_op(MERGE_STATES))
 def merge_states(
-    v: QueryT,
-    s: Tensor,
+    parts: QueryT,
+    part_lses: Tensor,
     *,
-    v_other: Tensor | None = None,
-    s_other: Tensor | None = None,
+    other: Tensor | None = None,
+    other_lse: Tensor | None = None,
     out: OutT | None = None,
     lse: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -232,20 +256,21 @@ def merge_states(
 ) -> QueryT | OutT:
     """Merge attention results over disjoint sets of keys into the result over all of them, by their log-sum-exp.
 
-    The parts are added in order, ``v_other`` last, in float32, so the same parts give bitwise identical results. A part
+    The parts are added in order, ``other`` last, in float32, so the same parts give bitwise identical results. A part
     whose log-sum-exp is -inf saw no key and is ignored, whatever its values are. If all parts are ignored, the output
     is 0 and its log-sum-exp is -inf (or that of the sink).
 
     Args:
-        v: partial outputs, each normalised: ``[tokens, parts, heads, head_dim]``, or ``[tokens, heads, head_dim]`` of
-            one part; bfloat16, float16 or float32, head_dim a multiple of 8 up to 4096. Addresses and strides in
+        parts: partial outputs, each normalised: ``[tokens, parts, heads, head_dim]``, or ``[tokens, heads, head_dim]``
+            of one part; bfloat16, float16 or float32, head_dim a multiple of 8 up to 4096. Addresses and strides in
             multiples of 16 bytes.
-        s: float32, shaped like ``v`` without head_dim, any strides: the log-sum-exp of each part, without a sink.
-        v_other, s_other: one more part, ``[tokens, heads, head_dim]`` and ``[tokens, heads]``, of v's dtype.
+        part_lses: float32, shaped like ``parts`` without head_dim, any strides: the log-sum-exp of each part, without a
+            sink.
+        other, other_lse: one more part, ``[tokens, heads, head_dim]`` and ``[tokens, heads]``, of its dtype.
         out: ``[tokens, heads, head_dim]``, bfloat16, float16 or float32, addresses and strides in multiples of 16
-            bytes; it may be ``v`` of one part. None allocates one like ``v`` if ``v`` is a torch tensor.
-        lse: float32 ``[tokens, heads]``, any strides, receives the log-sum-exp of the output; it may be ``s`` of one
-            part. None: not computed.
+            bytes; it may be ``parts`` of one part. None allocates one like ``parts`` if ``parts`` is a torch tensor.
+        lse: float32 ``[tokens, heads]``, any strides, receives the log-sum-exp of the output; it may be ``part_lses``
+            of one part. None: not computed.
         sinks: float32 ``[heads]``, contiguous: one logit per head (natural exponent) that is added once to the
             denominator and the log-sum-exp. None: no sinks.
         mask: bool or uint8 ``[tokens]``, contiguous: tokens with 0 are left unchanged in ``out`` and ``lse``. None: all
@@ -259,7 +284,16 @@ def merge_states(
     Raises:
         as ``append_kv``.
     """
-    tensors = MergeTensors(v=v, s=s, v_other=v_other, s_other=s_other, out=out, lse=lse, sinks=sinks, mask=mask)
+    tensors = MergeTensors(
+        parts=parts,
+        part_lses=part_lses,
+        other=other,
+        other_lse=other_lse,
+        out=out,
+        lse=lse,
+        sinks=sinks,
+        mask=mask,
+    )
     options = MergeOptions(lse_base=lse_base, backend=backend, enable_pdl=enable_pdl)
     result: QueryT | OutT = run_call(
         MergeStatesPlan, MERGE_STATES, tensors, options, workspace=workspace, stream=stream, runtime=runtime

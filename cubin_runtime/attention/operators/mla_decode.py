@@ -122,12 +122,6 @@ class MlaTensors(TypedDict):
 class MlaDecodePlan(StepPlan):
     """A plan made by ``plan_mla_decode``."""
 
-    @property
-    def selection(self) -> MlaSelection:
-        """The kernel and the grid that were chosen for the launch, and why."""
-        selection: MlaSelection = self.selections[0]
-        return selection
-
     @operator_function(scales=SCALES)
     def run(
         self,

@@ -22,10 +22,8 @@ MOST_DECODED = 8  # query tokens of a request that the decode kernels are for
 # then worth more than the two small tensors cost that they need.
 DECODED_FROM = 2048
 _APPEND_NAMES = {
-    "key": "k",
-    "value": "v",
     "seq_lens": "cache_seqlens",
-    "cum_seq_lens": "cu_seqlens_k_new",
+    "q_cu_seq_lens": "cu_seqlens_k_new",
     "k_scale": "k_descale",
     "v_scale": "v_descale",
 }
@@ -109,7 +107,7 @@ def append(
     try:
         quantised = dtype_of(k, "k") != dtype_of(cache.k, cache_name["k_cache"])
         by = dict(zip(("k_scale", "v_scale"), scales, strict=True)) if quantised else {}
-        append_kv(k, v, cache.k, cache.v, table, lengths, cum_seq_lens=sums, lengths_include_new=False, **by)
+        append_kv(k, v, cache.k, cache.v, table, lengths, q_cu_seq_lens=sums, lengths_include_new=False, **by)
     except (UsageError, WorkspaceError) as error:
         raise renamed(error, {**_APPEND_NAMES, **cache_name}) from error
     return after

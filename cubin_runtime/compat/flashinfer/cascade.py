@@ -17,7 +17,8 @@ from ..shapes import is_torch, shape_of
 if TYPE_CHECKING:
     from ...tensor import QueryT, Tensor
 
-_PAIR_NAMES = {"v": "v_a", "s": "s_a", "v_other": "v_b", "s_other": "s_b"}
+_NAMES = {"parts": "v", "part_lses": "s", "other": "v_other", "other_lse": "s_other"}
+_PAIR_NAMES = {"parts": "v_a", "part_lses": "s_a", "other": "v_b", "other_lse": "s_b"}
 
 
 def merge_state(v_a: QueryT, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[QueryT, Any]:
@@ -34,7 +35,7 @@ def merge_state(v_a: QueryT, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Que
     shape_of(v_a, "v_a", 3)
     try:
         lse = _new_lse(s_a, "s_a", 2)
-        return merge_operator(v_a, s_a, v_other=v_b, s_other=s_b, lse=lse, enable_pdl=True), lse
+        return merge_operator(v_a, s_a, other=v_b, other_lse=s_b, lse=lse, enable_pdl=True), lse
     except (UsageError, WorkspaceError) as error:
         raise renamed(error, _PAIR_NAMES) from error
 
@@ -47,7 +48,10 @@ def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor,
         mask: bool or uint8 ``[tokens]``: tokens with 0 stay as they are. None: all are merged.
     """
     shape_of(v, "v", 3)
-    merge_operator(v, s, v_other=v_other, s_other=s_other, out=v, lse=s, mask=mask, enable_pdl=True)
+    try:
+        merge_operator(v, s, other=v_other, other_lse=s_other, out=v, lse=s, mask=mask, enable_pdl=True)
+    except (UsageError, WorkspaceError) as error:
+        raise renamed(error, _NAMES) from error
 
 
 def merge_states(v: QueryT, s: Tensor) -> tuple[QueryT, Any]:
@@ -62,7 +66,10 @@ def merge_states(v: QueryT, s: Tensor) -> tuple[QueryT, Any]:
     """
     shape_of(v, "v", 4)
     lse = _new_lse(s, "s", 3)
-    return merge_operator(v, s, lse=lse, enable_pdl=True), lse
+    try:
+        return merge_operator(v, s, lse=lse, enable_pdl=True), lse
+    except (UsageError, WorkspaceError) as error:
+        raise renamed(error, _NAMES) from error
 
 
 def _new_lse(s: Any, name: str, rank: int) -> Any:

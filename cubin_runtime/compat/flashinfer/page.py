@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 # Arguments of our operator -> those of these operators, where the names differ.
 _NAMES = {
-    "key": "append_key",
-    "value": "append_value",
+    "k": "append_key",
+    "v": "append_value",
     "k_cache": "paged_kv_cache (K)",
     "v_cache": "paged_kv_cache (V)",
     "page_table": "kv_indices",
     "page_indptr": "kv_indptr",
 }
-_MLA_NAMES = {**_NAMES, "key": "append_ckv", "value": "append_kpe", "k_cache": "ckv_cache", "v_cache": "kpe_cache"}
+_MLA_NAMES = {**_NAMES, "k": "append_ckv", "v": "append_kpe", "k_cache": "ckv_cache", "v_cache": "kpe_cache"}
 
 
 def append_paged_kv_cache(

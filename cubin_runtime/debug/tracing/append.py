@@ -14,13 +14,13 @@ _SCALES = ("k_scale", "v_scale")
 def traced_append(call: Call) -> TracedCall:
     """A call of ``append_kv``; the caches, which it writes in place, are inputs and outputs of the definition."""
     tensors, options = call.tensors, call.options
-    key, k = tensors["key"], tensors["k_cache"]
-    tokens: tuple[Axis, ...] = ("tokens",) if len(key.shape) == 3 else ("batch", "new_tokens")
+    k, k_cache = tensors["k"], tensors["k_cache"]
+    tokens: tuple[Axis, ...] = ("tokens",) if len(k.shape) == 3 else ("batch", "new_tokens")
     page: tuple[Axis, ...] = ("pages", Constant("page_size"), Constant("kv_heads"))
     dims: dict[str, Axis] = {"k": Constant("head_dim"), "v": Constant("value_dim")}
     optional: dict[str, tuple[Axis, ...]] = {
         "seq_lens": ("batch",),
-        "cum_seq_lens": ("batch_plus_1",),
+        "q_cu_seq_lens": ("batch_plus_1",),
         "positions": ("tokens",),
         "batch_indices": ("tokens",),
         "page_indptr": ("batch_plus_1",),
@@ -28,8 +28,8 @@ def traced_append(call: Call) -> TracedCall:
     table: tuple[Axis, ...] = ("batch", "columns") if tensors.get("page_indptr") is None else ("page_ids",)
     caches = {name: tensors[f"{name}_cache"] for name in dims}
     inputs: list[Tensor | Scalar] = [
-        Tensor("key", key, (*tokens, Constant("kv_heads"), dims["k"])),
-        Tensor("value", tensors["value"], (*tokens, Constant("kv_heads"), dims["v"])),
+        Tensor("k", k, (*tokens, Constant("kv_heads"), dims["k"])),
+        Tensor("v", tensors["v"], (*tokens, Constant("kv_heads"), dims["v"])),
         *(Tensor(f"{name}_cache", view, (*page, dims[name]), "as strides had it") for name, view in caches.items()),
         Tensor("page_table", tensors["page_table"], table),
     ]
@@ -39,10 +39,10 @@ def traced_append(call: Call) -> TracedCall:
     numbers = {name: getattr(options, name) for name in _SCALES}
     inputs += [Scalar(name, number) for name, number in numbers.items() if number is not None]
     axes = {axis for part in inputs if isinstance(part, Tensor) for axis in part.axes}
-    form = "positions" if "positions" in present else "ragged" if "cum_seq_lens" in present else "dense"
+    form = "positions" if "positions" in present else "ragged" if "q_cu_seq_lens" in present else "dense"
     return TracedCall(
         op_type="append_kv",
-        name=f"append_kv_{form}_{DTYPES[key.dtype].short}_{DTYPES[k.dtype].short}",
+        name=f"append_kv_{form}_{DTYPES[k.dtype].short}_{DTYPES[k_cache.dtype].short}",
         inputs=tuple(inputs),
         outputs=tuple(Tensor(f"{name}_cache_out", view, (*page, dims[name])) for name, view in caches.items()),
         reference=run_of("append", inputs, {"lengths_include_new": repr(options.lengths_include_new)}),

@@ -4,14 +4,14 @@ import torch
 
 
 def append(  # type: ignore[no-untyped-def]
-    key,
-    value,
+    k,
+    v,
     k_cache,
     v_cache,
     page_table,
     lengths_include_new,
     seq_lens=None,
-    cum_seq_lens=None,
+    q_cu_seq_lens=None,
     positions=None,
     batch_indices=None,
     page_indptr=None,
@@ -19,13 +19,13 @@ def append(  # type: ignore[no-untyped-def]
     v_scale=None,
 ):
     """The caches after the call, as new tensors, of the arguments of ``run``."""
-    key, value = (side.reshape(-1, *side.shape[-2:]) for side in (key, value))
-    count, at = key.shape[0], []
+    k, v = (side.reshape(-1, *side.shape[-2:]) for side in (k, v))
+    count, at = k.shape[0], []
     if positions is not None:
         at = list(zip(range(count), positions.tolist(), batch_indices.tolist(), strict=True))
     else:
         batch = len(seq_lens)
-        begins = [b * count // batch for b in range(batch + 1)] if cum_seq_lens is None else cum_seq_lens.tolist()
+        begins = [b * count // batch for b in range(batch + 1)] if q_cu_seq_lens is None else q_cu_seq_lens.tolist()
         for request, length in enumerate(seq_lens.tolist()):
             begin, end = begins[request], begins[request + 1]
             first = length - (end - begin) if lengths_include_new else length
@@ -42,7 +42,7 @@ def append(  # type: ignore[no-untyped-def]
         column, slot = divmod(position, page_size)
         if column >= len(own) or not 0 <= int(own[column]) < pages:
             continue
-        for cache, source, scale in ((new_k, key, scales[0]), (new_v, value, scales[1])):
+        for cache, source, scale in ((new_k, k, scales[0]), (new_v, v, scales[1])):
             row = source[token]
             if row.dtype != cache.dtype:
                 row = (row.float() * (1 / scale[request, :, None].to(row.device))).clamp(-448, 448)
