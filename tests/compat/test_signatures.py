@@ -6,12 +6,16 @@ import ast
 import inspect
 import json
 from collections.abc import Callable
+from dataclasses import fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cubin_runtime.compat import flashinfer
+from cubin_runtime.compat.flashinfer import arguments
+from cubin_runtime.compat.flashinfer.arguments import Arguments
 
 TABLE = json.loads((Path(__file__).parents[1] / "data" / "flashinfer_signatures.json").read_text())
 OLDEST, NEWEST = TABLE
@@ -25,6 +29,7 @@ PLAIN = [
     "merge_states",
 ]
 INVARIANT = sorted(set(TABLE[NEWEST]) - set(PLAIN))
+RENAMED = {"q": "query", "attention_sinks": "sinks"}  # arguments whose fields have another name
 
 
 def parameters_of(name: str) -> list[inspect.Parameter]:
@@ -82,3 +87,34 @@ def test_a_wrapper_class_is_told_what_there_is_instead() -> None:
 
 def test_another_name_is_missing_as_in_any_module() -> None:
     assert not hasattr(flashinfer, "nothing")
+
+
+@cache
+def call_value_of(name: str) -> tuple[type[Arguments], dict[str, str]]:
+    """The class of an operator's typed value, and what each of its fields is set to in the operator's source."""
+    source = inspect.getsource(inspect.unwrap(getattr(flashinfer, name)))
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    (value,) = (node for node in calls if ast.unparse(node.func).endswith("Arguments"))
+    keywords = {str(keyword.arg): ast.unparse(keyword.value) for keyword in value.keywords}
+    return getattr(arguments, ast.unparse(value.func)), keywords
+
+
+@pytest.mark.parametrize("name", INVARIANT)
+def test_the_typed_value_has_every_argument_under_its_name(name: str) -> None:
+    names = [parameter.name for parameter in parameters_of(name)]
+    operator = inspect.unwrap(getattr(flashinfer, name)).__name__
+    assert call_value_of(name)[1] == {
+        "operator": operator,
+        **{RENAMED.get(argument, argument): argument for argument in names},
+    }
+
+
+def test_every_field_of_the_typed_values_is_an_argument_of_an_operator() -> None:
+    values = [call_value_of(name) for name in INVARIANT]
+    unset = {
+        (kind.__name__, field.name)
+        for kind, _ in values
+        for field in fields(kind)
+        if not any(field.name in keywords for _, keywords in values)
+    }
+    assert unset == {(kind.__name__, "runtime") for kind, _ in values}

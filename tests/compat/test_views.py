@@ -25,7 +25,7 @@ tensor = MadeUpMemory().tensor
 def fp4_output(first: int) -> Any:
     """The output of ``TOKENS`` tokens whose scales begin at row ``first`` of ``ROWS``."""
     out = flashinfer.FP4Tensor(tensor("uint8", TOKENS, 32, 64), tensor(E4M3, ROWS, 256), first)
-    given = {"out_dtype": "nvfp4", "query": tensor(E4M3, TOKENS, 32, 128), "o_sf_scale": 1.0, "o_sf_vec_size": None}
+    given = {"out_dtype": "nvfp4", "query": tensor(E4M3, TOKENS, 32, 128), "fp4_scale": 1.0, "o_sf_vec_size": None}
     runtime = SimpleNamespace(memory=MadeUpMemory())
     return output_of(SimpleNamespace(out=out, runtime=runtime, **given), (TOKENS, 32, 128), "bfloat16")  # type: ignore[arg-type]
 

@@ -11,7 +11,7 @@ from ...attention.operators.context_attention import context_attention
 from ...attention.trtllm_gen.checks import check_vector
 from ...errors import UsageError
 from ...tensor import TensorView, view_of
-from .arguments import Arguments, tensor_or_none
+from .arguments import ContextArguments, RaggedArguments, tensor_or_none
 from .layouts import cache_pair
 from .native import check_skip_factor, launch, page_table_of
 from .outputs import is_fp4, lse_of, output_of
@@ -29,7 +29,7 @@ _PAGED_NAMES = {**_NAMES, "k": "kv_cache (K)", "v": "kv_cache (V)", "page_table"
 _RAGGED_NAMES = {**_NAMES, "k": "key", "v": "value", "kv_cu_seq_lens": "cum_seq_lens_kv", "sinks": "attention_sinks"}
 
 
-def context_backend(call: Arguments, device: int, backend: str) -> str:
+def context_backend(call: ContextArguments | RaggedArguments, device: int, backend: str) -> str:
     """The backend that runs a context operator on ``device``; errors as ``find_backend``.
 
     The peer's default is its only kernels' name and says nothing of the device, so it is ``auto`` here.
@@ -37,7 +37,9 @@ def context_backend(call: Arguments, device: int, backend: str) -> str:
     return call.backend_on(device, AUTO if backend == TRTLLM_GEN else backend)
 
 
-def attend_paged(call: Arguments, q: TensorView, lengths: TensorView, max_kv_len: int, causal: bool, sums: Any) -> Any:
+def attend_paged(
+    call: ContextArguments, q: TensorView, lengths: TensorView, max_kv_len: int, causal: bool, sums: Any
+) -> Any:
     """Attention over pages; ``sums`` are the cumulative KV lengths, which ``lengths`` repeat. As ``_attend``."""
     call.refuse("kv_cache_sf", "o_sf_scale", "o_sf_vec_size", backend=NATIVE)
     key, value = cache_pair(call.kv_cache, call.kv_layout)
@@ -57,7 +59,12 @@ def attend_paged(call: Arguments, q: TensorView, lengths: TensorView, max_kv_len
 
 
 def attend_ragged(
-    call: Arguments, tensors: tuple[TensorView, ...], lengths: TensorView, max_kv_len: int, causal: bool, sums: Any
+    call: RaggedArguments,
+    tensors: tuple[TensorView, ...],
+    lengths: TensorView,
+    max_kv_len: int,
+    causal: bool,
+    sums: Any,
 ) -> Any:
     """Attention of ``tensors`` q, k and v; ``sums`` are the cumulative KV lengths. As ``_attend``."""
     key = tensors[1]
@@ -75,7 +82,12 @@ def attend_ragged(
 
 
 def _attend(
-    call: Arguments, names: Mapping[str, str], tensors: tuple[TensorView, ...], *, causal: bool, **options: Any
+    call: ContextArguments | RaggedArguments,
+    names: Mapping[str, str],
+    tensors: tuple[TensorView, ...],
+    *,
+    causal: bool,
+    **options: Any,
 ) -> Any:
     """``context_attention`` of q, k and v with other ``options``; (output, lse), or output.
 

@@ -8,12 +8,12 @@ from ...attention.checks import integer
 from ...attention.trtllm_gen.checks import check_vector
 from ...errors import UsageError
 from ...tensor import view_of
-from .arguments import Arguments
+from .arguments import DecodeArguments
 
 _NAME = "causal_seqlens_kv_global"
 
 
-def options_of_rank(call: Arguments, device: int, batch: int, q_len: int) -> dict[str, Any]:
+def options_of_rank(call: DecodeArguments, device: int, batch: int, q_len: int) -> dict[str, Any]:
     """The options of ``paged_decode`` that give query tokens FlashInfer's bounds; none where ``seq_lens`` gives them.
 
     FlashInfer counts a request's keys on all ranks without those of its query tokens, ``paged_decode`` with them: the

@@ -12,7 +12,7 @@ from ...attention.operators.paged_decode import paged_decode
 from ...attention.trtllm_gen import DecodeCall
 from ...errors import UsageError
 from ...tensor import view_of
-from .arguments import MEMORY, SCALES, Arguments, query_of, tensor_or_none
+from .arguments import MEMORY, SCALES, DecodeArguments, FP4Output, query_of, tensor_or_none
 from .context_parallel import options_of_rank
 from .layouts import cache_pair, cache_pair_by_head, nested_tokens
 from .lengths import batch_of, lengths_of, query_lengths
@@ -25,7 +25,6 @@ from .trtllm_gen import pages, run_call
 if TYPE_CHECKING:
     from ...protocols import CompatBackend, KvLayout
     from ...tensor import Scale, Tensor
-    from .outputs import FP4Output
 
 
 @operator_function(scales=SCALES, memory=MEMORY, op=torch_op)
@@ -118,7 +117,46 @@ def trtllm_batch_decode_with_kv_cache(
     Returns:
         ``out``, or (``out``, ``lse``).
     """
-    call = Arguments.of(trtllm_batch_decode_with_kv_cache, locals())
+    call = DecodeArguments(
+        operator=trtllm_batch_decode_with_kv_cache,
+        query=query,
+        kv_cache=kv_cache,
+        workspace_buffer=workspace_buffer,
+        block_tables=block_tables,
+        seq_lens=seq_lens,
+        max_seq_len=max_seq_len,
+        bmm1_scale=bmm1_scale,
+        bmm2_scale=bmm2_scale,
+        window_left=window_left,
+        out=out,
+        out_dtype=out_dtype,
+        o_sf_scale=o_sf_scale,
+        o_sf_vec_size=o_sf_vec_size,
+        sinks=sinks,
+        kv_layout=kv_layout,
+        enable_pdl=enable_pdl,
+        backend=backend,
+        q_len_per_req=q_len_per_req,
+        o_scale=o_scale,
+        mask=mask,
+        max_q_len=max_q_len,
+        cum_seq_lens_q=cum_seq_lens_q,
+        skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
+        kv_cache_sf=kv_cache_sf,
+        uses_shared_paged_kv_idx=uses_shared_paged_kv_idx,
+        lse=lse,
+        return_lse=return_lse,
+        bmm1_scale_log2=bmm1_scale_log2,
+        multi_ctas_kv_counter_buffer=multi_ctas_kv_counter_buffer,
+        enable_block_sparse_attention=enable_block_sparse_attention,
+        cp_world=cp_world,
+        cp_rank=cp_rank,
+        causal_seqlens_kv_global=causal_seqlens_kv_global,
+        bf16q_fp8kv_transform_mode=bf16q_fp8kv_transform_mode,
+        request_order=request_order,
+        request_order_plan=request_order_plan,
+        batch_invariant=batch_invariant,
+    )
     call.refuse("enable_block_sparse_attention", "bf16q_fp8kv_transform_mode", "request_order", "request_order_plan")
     q, lengths = query_of(query, 3), view_of(seq_lens, "seq_lens")
     name = call.backend_on(q.device, backend)
@@ -184,7 +222,28 @@ def xqa_batch_decode_with_kv_cache(
     Returns:
         ``out``.
     """
-    call = Arguments.of(xqa_batch_decode_with_kv_cache, locals())
+    call = DecodeArguments(
+        operator=xqa_batch_decode_with_kv_cache,
+        query=query,
+        kv_cache=kv_cache,
+        workspace_buffer=workspace_buffer,
+        block_tables=block_tables,
+        seq_lens=seq_lens,
+        max_seq_len=max_seq_len,
+        bmm1_scale=bmm1_scale,
+        bmm2_scale=bmm2_scale,
+        window_left=window_left,
+        out=out,
+        sinks=sinks,
+        kv_layout=kv_layout,
+        enable_pdl=enable_pdl,
+        q_len_per_req=q_len_per_req,
+        o_scale=o_scale,
+        mask=mask,
+        kv_cache_sf=kv_cache_sf,
+        q_cu_seq_lens=q_cu_seq_lens,
+        batch_invariant=batch_invariant,
+    )
     call.refuse("kv_cache_sf")
     if q_len_per_req is None:
         raise UsageError("q_len_per_req: None, expected the query tokens of a request, or their bound")
@@ -193,7 +252,7 @@ def xqa_batch_decode_with_kv_cache(
     return _decode_native(call, q_len, q_cu_seq_lens, {"max_q_len": "q_len_per_req"})
 
 
-def _decode_native(call: Arguments, q_len: int, q_cu_seq_lens: Any, names: Mapping[str, str]) -> Any:
+def _decode_native(call: DecodeArguments, q_len: int, q_cu_seq_lens: Any, names: Mapping[str, str]) -> Any:
     """Decode a query ``[tokens, q_heads, head_dim]`` on native kernels; ``names`` as for ``decode_batch``."""
     if is_fp4(call):
         raise UsageError("out_dtype or out is nvfp4: backend xqa writes bfloat16, float16 and float8_e4m3fn")

@@ -8,7 +8,7 @@ from ...attention.checks import integer, shown
 from ...attention.trtllm_gen.checks import check_running_sum, check_vector
 from ...errors import UsageError
 from ...tensor import TensorView, view_of
-from .arguments import Arguments
+from .arguments import DecodeArguments, MlaArguments
 from .layouts import without
 
 
@@ -48,7 +48,9 @@ def check_none_empty(name: str, lengths: Any) -> None:
             raise UsageError(f"{name}: request {request} has {length} tokens, expected at least 1 with ragged keys")
 
 
-def query_lengths(call: Arguments, q_len: int | None, batch: int, tokens: int) -> tuple[int, TensorView | None]:
+def query_lengths(
+    call: DecodeArguments | MlaArguments, q_len: int | None, batch: int, tokens: int
+) -> tuple[int, TensorView | None]:
     """The bound on the query lengths, and the view of ``cum_seq_lens_q`` or, where all are ``q_len``, None.
 
     Without ``max_q_len``, ``cum_seq_lens_q`` is read back, which waits for the device.

@@ -14,7 +14,7 @@ from ...attention.trtllm_gen import DecodeCall
 from ...attention.trtllm_gen.checks import check_vector
 from ...errors import UsageError
 from ...tensor import TensorView, view_of
-from .arguments import MEMORY, SCALES, Arguments, query_of, tensor_or_none
+from .arguments import MEMORY, SCALES, MlaArguments, TrtllmMlaArguments, query_of, tensor_or_none
 from .layouts import flat_tokens, latent_cache, nested_tokens, without
 from .lengths import batch_of, lengths_of, query_lengths
 from .native import check_skip_factor, decode_batch, page_table_of
@@ -127,7 +127,43 @@ def trtllm_batch_decode_with_kv_cache_mla(
         ``out``, or (``out``, ``lse``); lse is float32 ``[tokens, heads]``, or the caller's, which may also have
         ``[batch, q_len, heads]``.
     """
-    call = Arguments.of(trtllm_batch_decode_with_kv_cache_mla, locals())
+    call = TrtllmMlaArguments(
+        operator=trtllm_batch_decode_with_kv_cache_mla,
+        query=query,
+        kv_cache=kv_cache,
+        workspace_buffer=workspace_buffer,
+        qk_nope_head_dim=qk_nope_head_dim,
+        kv_lora_rank=kv_lora_rank,
+        qk_rope_head_dim=qk_rope_head_dim,
+        block_tables=block_tables,
+        seq_lens=seq_lens,
+        max_seq_len=max_seq_len,
+        sparse_mla_top_k=sparse_mla_top_k,
+        out=out,
+        bmm1_scale=bmm1_scale,
+        bmm2_scale=bmm2_scale,
+        sinks=sinks,
+        skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
+        enable_pdl=enable_pdl,
+        backend=backend,
+        is_var_seq=is_var_seq,
+        uses_shared_paged_kv_idx=uses_shared_paged_kv_idx,
+        lse=lse,
+        return_lse=return_lse,
+        cute_dsl_impl=cute_dsl_impl,
+        kv_scale_format=kv_scale_format,
+        cum_seq_lens_q=cum_seq_lens_q,
+        max_q_len=max_q_len,
+        multi_ctas_kv_counter_buffer=multi_ctas_kv_counter_buffer,
+        sparse_mla_top_k_lens=sparse_mla_top_k_lens,
+        enable_dcp=enable_dcp,
+        cp_world=cp_world,
+        cp_rank=cp_rank,
+        causal_seqlens_kv_global=causal_seqlens_kv_global,
+        use_fp16_softmax=use_fp16_softmax,
+        return_lse_base=return_lse_base,
+        batch_invariant=batch_invariant,
+    )
     call.refuse("cute_dsl_impl", "use_fp16_softmax")
     if not enable_dcp:
         call.refuse("cp_world", "cp_rank", "causal_seqlens_kv_global")
@@ -216,7 +252,24 @@ def xqa_batch_decode_with_kv_cache_mla(
     Returns:
         ``out``.
     """
-    call = Arguments.of(xqa_batch_decode_with_kv_cache_mla, locals())
+    call = MlaArguments(
+        operator=xqa_batch_decode_with_kv_cache_mla,
+        query=query,
+        kv_cache=kv_cache,
+        workspace_buffer=workspace_buffer,
+        qk_nope_head_dim=qk_nope_head_dim,
+        kv_lora_rank=kv_lora_rank,
+        qk_rope_head_dim=qk_rope_head_dim,
+        block_tables=block_tables,
+        seq_lens=seq_lens,
+        max_seq_len=max_seq_len,
+        out=out,
+        bmm1_scale=bmm1_scale,
+        bmm2_scale=bmm2_scale,
+        sinks=sinks,
+        enable_pdl=enable_pdl,
+        batch_invariant=batch_invariant,
+    )
     _check_head_dims(qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim, 0)
     q, lengths = query_of(query, 4), lengths_of(seq_lens)
     _check_width(q, kv_lora_rank + qk_rope_head_dim)
@@ -226,7 +279,7 @@ def xqa_batch_decode_with_kv_cache_mla(
 
 
 def _decode_native(
-    call: Arguments,
+    call: MlaArguments,
     q: TensorView,
     lengths: TensorView,
     latent: int,
@@ -257,7 +310,7 @@ def _check_lse_base(base: Any) -> None:
         raise UsageError(f"return_lse_base={base!r}: expected None, {' or '.join(map(repr, _LSE_BASES))}")
 
 
-def _has_natural_lse(call: Arguments, heads: int, page_size: int) -> bool:
+def _has_natural_lse(call: MlaArguments, heads: int, page_size: int) -> bool:
     """Return whether the LSE leaves in base e."""
     if call.return_lse_base is not None:
         return call.return_lse_base == "basee"
@@ -285,11 +338,12 @@ def _check_batch(query: TensorView, lengths: TensorView) -> None:
         raise UsageError(f"query: batch {query.shape[0]}, seq_lens has {lengths.shape[0]}")
 
 
-def _output(call: Arguments, q: TensorView, latent: int) -> Output:
+def _output(call: MlaArguments, q: TensorView, latent: int) -> Output:
     """The output for ``q``; with one token per request, a caller's may lack the dimension of tokens."""
     shape = (*q.shape[:-1], latent)
-    if call.out is not None and not is_fp4(call) and len(shape) == 4 and shape[1] == 1:
-        view = view_of(call.out, "out", written=True)
+    out: Any = call.out
+    if out is not None and not is_fp4(call) and len(shape) == 4 and shape[1] == 1:
+        view = view_of(out, "out", written=True)
         if view.shape == (shape[0], *shape[2:]):
-            return Output(call.out, nested_tokens(view, shape[0], 1))
+            return Output(out, nested_tokens(view, shape[0], 1))
     return output_of(call, shape, "bfloat16")

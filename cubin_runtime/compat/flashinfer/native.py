@@ -12,7 +12,15 @@ from ...attention.scales import ScaleProduct
 from ...errors import UsageError, WorkspaceError
 from ...tensor import TensorView, view_of
 from ..renaming import renamed
-from .arguments import Arguments, sinks_of, tensor_or_none
+from .arguments import (
+    Arguments,
+    BatchArguments,
+    DecodeArguments,
+    MlaArguments,
+    PagedArguments,
+    sinks_of,
+    tensor_or_none,
+)
 from .layouts import like_query
 from .outputs import Output, lse_of, with_lse
 from .scales import factor_of, scores_factor
@@ -30,7 +38,7 @@ _BATCH_NAMES = {
 }
 
 
-def check_skip_factor(call: Arguments) -> None:
+def check_skip_factor(call: BatchArguments) -> None:
     """Check the factor with which a kernel may skip keys of little weight; native kernels skip none.
 
     Raises:
@@ -41,7 +49,7 @@ def check_skip_factor(call: Arguments) -> None:
         raise UsageError(f"skip_softmax_threshold_scale_factor={factor!r}: expected None, 0 or more")
 
 
-def page_table_of(call: Arguments) -> TensorView:
+def page_table_of(call: PagedArguments) -> TensorView:
     """``block_tables``; raises ``UsageError`` unless its shape is what ``uses_shared_paged_kv_idx`` says."""
     table = view_of(call.block_tables, "block_tables")
     shares = call.uses_shared_paged_kv_idx
@@ -55,7 +63,7 @@ def page_table_of(call: Arguments) -> TensorView:
 
 def decode_batch(
     decode: Callable[..., Any],
-    call: Arguments,
+    call: DecodeArguments | MlaArguments,
     names: Mapping[str, str],
     q: TensorView,
     caches: tuple[TensorView, ...],
@@ -100,7 +108,7 @@ def decode_batch(
 
 def launch_batch(
     decode: Callable[..., Any],
-    call: Arguments,
+    call: BatchArguments,
     names: Mapping[str, str],
     tensors: tuple[Any, ...],
     **options: Any,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 from ...attention.checks import integer, shown
 from ...attention.trtllm_gen import OutScales
@@ -12,28 +12,12 @@ from ...dtypes import ITEM_BYTES, is_dtype
 from ...errors import UsageError
 from ...tensor import TensorView, view_of
 from ...values import dataclass
-from .arguments import Arguments
+from .arguments import BatchArguments
 
 NVFP4 = "nvfp4"
 E4M3 = "float8_e4m3fn"
 _SCALE_BLOCK = 16  # elements that share a block scale
 _SCALE_ROWS, _SCALE_COLUMNS = 128, 4
-
-
-class FP4Output(Protocol):
-    """An FP4 output, ours or FlashInfer's; ``FP4Tensor`` says what it has."""
-
-    @property
-    def data(self) -> Any:
-        """The elements."""
-
-    @property
-    def scale(self) -> Any:
-        """The block scales."""
-
-    @property
-    def scale_start_index(self) -> int:
-        """The first row of ``scale``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +42,7 @@ class Output:
     block_scales: OutScales | None = None
 
 
-def output_of(call: Arguments, shape: tuple[int, ...], default_dtype: str) -> Output:
+def output_of(call: BatchArguments, shape: tuple[int, ...], default_dtype: str) -> Output:
     """The output, allocated if it was not given; ``shape`` is in elements.
 
     Raises:
@@ -66,9 +50,10 @@ def output_of(call: Arguments, shape: tuple[int, ...], default_dtype: str) -> Ou
     """
     if is_fp4(call):
         return _fp4_output(call, shape)
-    if call.o_sf_scale is not None or call.o_sf_vec_size is not None:
+    if call.fp4_scale is not None or call.o_sf_vec_size is not None:
         raise UsageError("o_sf_scale or o_sf_vec_size without an nvfp4 output: expected None")
-    out, dtype = call.out, _dtype_word(call.out_dtype)
+    out: Any = call.out
+    dtype = _dtype_word(call.out_dtype)
     if dtype is not None and not is_dtype(dtype):
         expected = ", ".join((*ITEM_BYTES, NVFP4))
         raise UsageError(f"out_dtype={shown(call.out_dtype)}: expected None or one of {expected}")
@@ -82,12 +67,12 @@ def output_of(call: Arguments, shape: tuple[int, ...], default_dtype: str) -> Ou
     return Output(out, view)
 
 
-def is_fp4(call: Arguments) -> bool:
+def is_fp4(call: BatchArguments) -> bool:
     """Return whether the output is FP4: by its dtype, or because it is an ``FP4Tensor`` (ours or FlashInfer's)."""
     return _dtype_word(call.out_dtype) == NVFP4 or (hasattr(call.out, "data") and hasattr(call.out, "scale"))
 
 
-def lse_of(call: Arguments, shape: tuple[int, int], *, natural: bool = False) -> Any:
+def lse_of(call: BatchArguments, shape: tuple[int, int], *, natural: bool = False) -> Any:
     """The LSE tensor: the caller's, a new one if it is to be returned, else None.
 
     Raises:
@@ -100,7 +85,7 @@ def lse_of(call: Arguments, shape: tuple[int, int], *, natural: bool = False) ->
     return call.lse
 
 
-def with_lse(call: Arguments, output: Output, lse: Any, *, natural: bool = False) -> Any:
+def with_lse(call: BatchArguments, output: Output, lse: Any, *, natural: bool = False) -> Any:
     """Return the result: (output, lse), or output. Kernels fill ``lse`` in base 2; it leaves in base e if natural."""
     if lse is not None and natural:
         call.runtime.memory.scale_in_place(lse, math.log(2))
@@ -117,12 +102,13 @@ def _dtype_word(dtype: Any) -> str | None:
         return ""
 
 
-def _fp4_output(call: Arguments, shape: tuple[int, ...]) -> Output:
-    out, query, empty = call.out, call.query, call.runtime.memory.empty
+def _fp4_output(call: BatchArguments, shape: tuple[int, ...]) -> Output:
+    out: Any = call.out
+    query, empty = call.query, call.runtime.memory.empty
     dtype = view_of(query, "query").dtype
     if dtype != E4M3:
         raise UsageError(f"query: dtype {dtype}, expected float8_e4m3fn for an nvfp4 output")
-    if call.o_sf_scale is None:
+    if call.fp4_scale is None:
         raise UsageError("o_sf_scale: None, expected a number for an nvfp4 output")
     if call.o_sf_vec_size not in (None, _SCALE_BLOCK):
         raise UsageError(f"o_sf_vec_size={call.o_sf_vec_size}: expected {_SCALE_BLOCK}")
@@ -141,7 +127,7 @@ def _fp4_output(call: Arguments, shape: tuple[int, ...]) -> Output:
         raise UsageError(f"out.scale: {scale.dtype} {scale.shape}, expected float8_e4m3fn [rows, {columns}]")
     if not 0 <= first <= scale.shape[0] - shape[0]:
         raise UsageError(f"out.scale_start_index={first}: expected {shape[0]} rows from it within {scale.shape[0]}")
-    return Output(out, view, OutScales(scale, float(call.o_sf_scale), _SCALE_BLOCK, first))
+    return Output(out, view, OutScales(scale, float(call.fp4_scale), _SCALE_BLOCK, first))
 
 
 def _round_up(value: int, to: int) -> int:

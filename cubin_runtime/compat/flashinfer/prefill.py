@@ -12,7 +12,7 @@ from ...attention.fast_path import operator_function
 from ...attention.trtllm_gen import ContextCall, RaggedCall, Sage
 from ...errors import UsageError
 from ...tensor import view_of
-from .arguments import MEMORY, SCALES, Arguments, query_of, tensor_or_none
+from .arguments import MEMORY, SCALES, ContextArguments, FP4Output, RaggedArguments, query_of, tensor_or_none
 from .context import attend_paged, attend_ragged, context_backend
 from .layouts import cache_pair_by_head
 from .lengths import check_batch, check_none_empty, lengths_of
@@ -23,7 +23,6 @@ from .trtllm_gen import pages, run_call
 if TYPE_CHECKING:
     from ...protocols import CompatContextBackend, KvLayout
     from ...tensor import Scale, Tensor
-    from .outputs import FP4Output
 
 
 def _ragged_shape(call: Mapping[str, Any]) -> tuple[int, ...]:
@@ -82,7 +81,40 @@ def trtllm_batch_context_with_kv_cache(
     Returns:
         ``out``, or (``out``, ``lse``).
     """
-    call = Arguments.of(trtllm_batch_context_with_kv_cache, locals())
+    call = ContextArguments(
+        operator=trtllm_batch_context_with_kv_cache,
+        query=query,
+        kv_cache=kv_cache,
+        workspace_buffer=workspace_buffer,
+        block_tables=block_tables,
+        seq_lens=seq_lens,
+        max_q_len=max_q_len,
+        max_kv_len=max_kv_len,
+        bmm1_scale=bmm1_scale,
+        bmm2_scale=bmm2_scale,
+        batch_size=batch_size,
+        cum_seq_lens_q=cum_seq_lens_q,
+        cum_seq_lens_kv=cum_seq_lens_kv,
+        window_left=window_left,
+        out=out,
+        out_dtype=out_dtype,
+        o_sf_scale=o_sf_scale,
+        o_sf_vec_size=o_sf_vec_size,
+        kv_layout=kv_layout,
+        enable_pdl=enable_pdl,
+        sinks=sinks,
+        kv_cache_sf=kv_cache_sf,
+        skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
+        uses_shared_paged_kv_idx=uses_shared_paged_kv_idx,
+        causal=causal,
+        lse=lse,
+        return_lse=return_lse,
+        multi_ctas_kv_counter_buffer=multi_ctas_kv_counter_buffer,
+        use_fp16_softmax=use_fp16_softmax,
+        uses_spcompress=uses_spcompress,
+        backend=backend,
+        batch_invariant=batch_invariant,
+    )
     call.refuse("use_fp16_softmax", "uses_spcompress")
     q, lengths = query_of(query, 3), lengths_of(seq_lens)
     check_batch(batch_size, lengths)
@@ -167,7 +199,39 @@ def trtllm_ragged_attention_deepseek(
     Returns:
         ``out``, or (``out``, ``lse``).
     """
-    call = Arguments.of(trtllm_ragged_attention_deepseek, locals(), sinks=attention_sinks, o_sf_scale=None)
+    call = RaggedArguments(
+        operator=trtllm_ragged_attention_deepseek,
+        query=query,
+        key=key,
+        value=value,
+        workspace_buffer=workspace_buffer,
+        seq_lens=seq_lens,
+        max_q_len=max_q_len,
+        max_kv_len=max_kv_len,
+        bmm1_scale=bmm1_scale,
+        bmm2_scale=bmm2_scale,
+        o_sf_scale=o_sf_scale,
+        batch_size=batch_size,
+        window_left=window_left,
+        cum_seq_lens_q=cum_seq_lens_q,
+        cum_seq_lens_kv=cum_seq_lens_kv,
+        enable_pdl=enable_pdl,
+        is_causal=is_causal,
+        return_lse=return_lse,
+        sinks=attention_sinks,
+        skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
+        out=out,
+        lse=lse,
+        sage_attn_sfs=sage_attn_sfs,
+        num_elts_per_sage_attn_blk=num_elts_per_sage_attn_blk,
+        backend=backend,
+        q_seq_lens_cpu=q_seq_lens_cpu,
+        kv_seq_lens_cpu=kv_seq_lens_cpu,
+        use_fp16_softmax=use_fp16_softmax,
+        uses_spcompress=uses_spcompress,
+        skip_all_rows_active_check=skip_all_rows_active_check,
+        batch_invariant=batch_invariant,
+    )
     call.refuse("use_fp16_softmax", "uses_spcompress")
     q, lengths, v = query_of(query, 3), lengths_of(seq_lens), view_of(value, "value")
     if len(v.shape) != 3:

@@ -13,7 +13,7 @@ from ...attention.trtllm_gen.checks import scale_of
 from ...errors import UsageError
 from ...provenance import ArgumentNumber
 from ...tensor import TensorView, view_of
-from .arguments import Arguments
+from .arguments import BatchArguments, XqaArguments
 from .outputs import E4M3
 
 LOG2_E = math.log2(math.e)
@@ -31,7 +31,7 @@ def factor_of(name: str, value: Any, device: int) -> ScaleProduct:
     return ScaleProduct(1.0, value)
 
 
-def scores_factor(call: Arguments, device: int) -> ScaleProduct:
+def scores_factor(call: BatchArguments, device: int) -> ScaleProduct:
     """The scale of the scores, natural or in base 2, for native kernels; errors as ``scores_scale``."""
     if call.bmm1_scale_log2 is None:
         return factor_of("bmm1_scale", call.bmm1_scale, device)
@@ -48,7 +48,7 @@ def times(first: ScaleProduct, second: ScaleProduct, runtime: Runtime) -> ScaleP
 
 
 def head_scales(
-    call: Arguments, q: TensorView, out: TensorView, of_scores: float = 1.0
+    call: XqaArguments, q: TensorView, out: TensorView, of_scores: float = 1.0
 ) -> tuple[ScaleProduct, ScaleProduct]:
     """Scales of scores and output: q_scale * kv_scale * ``of_scores``, and kv_scale * rcp_out_scale.
 
@@ -63,7 +63,7 @@ def head_scales(
     return scores, times(of_kv, factor_of("rcp_out_scale", factor, q.device), rt)
 
 
-def scores_scale(call: Arguments, device: int) -> tuple[Scale, Any]:
+def scores_scale(call: BatchArguments, device: int) -> tuple[Scale, Any]:
     """The scale of the scores for trtllm-gen kernels, which expect a scale on the device to include log2(e).
 
     Returns:

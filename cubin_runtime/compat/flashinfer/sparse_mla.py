@@ -11,7 +11,7 @@ from ...attention.trtllm_gen.checks import check_vector
 from ...errors import UsageError
 from ...kernels.native.sparse_mla.select import ROW_FORMS
 from ...tensor import TensorView, view_of
-from .arguments import Arguments, tensor_or_none
+from .arguments import TrtllmMlaArguments, tensor_or_none
 from .layouts import flat_tokens, latent_cache
 from .lengths import query_lengths
 from .native import launch_batch
@@ -23,7 +23,7 @@ _SCALED_ROW_BYTES = ROW_FORMS["scaled_e4m3"][1]
 _INT32_MAX = 2**31 - 1
 
 
-def decode_lists(call: Arguments, query: TensorView, output: Output) -> Any:
+def decode_lists(call: TrtllmMlaArguments, query: TensorView, output: Output) -> Any:
     """Decode over the lists in ``block_tables``; (output, lse), or output.
 
     Args:
@@ -63,7 +63,7 @@ def decode_lists(call: Arguments, query: TensorView, output: Output) -> Any:
     return with_lse(call, output, lse)
 
 
-def _refuse(call: Arguments, scaled_rows: bool) -> None:
+def _refuse(call: TrtllmMlaArguments, scaled_rows: bool) -> None:
     """Refuse options that are not honoured with lists."""
     if call.enable_dcp:
         raise UsageError("enable_dcp with sparse_mla_top_k: a list names keys of its own rank alone, expected False")
@@ -80,7 +80,7 @@ def _refuse(call: Arguments, scaled_rows: bool) -> None:
         raise UsageError(f"max_seq_len={call.max_seq_len}: expected 1 to {_INT32_MAX}")
 
 
-def _batch(call: Arguments, query: TensorView) -> int:
+def _batch(call: TrtllmMlaArguments, query: TensorView) -> int:
     """The number of requests: of ``query``, or of ``seq_lens`` where queries are ragged."""
     if call.cum_seq_lens_q is None:
         return query.shape[0]
@@ -96,7 +96,7 @@ def _by_token(view: TensorView, name: str, trailing: int) -> TensorView:
 
 
 def _list_lengths(
-    call: Arguments, device: int, sizes: tuple[int, int], q_len: int | None, scaled_rows: bool
+    call: TrtllmMlaArguments, device: int, sizes: tuple[int, int], q_len: int | None, scaled_rows: bool
 ) -> tuple[str, Any]:
     """The lengths of the lists, int32 ``[tokens]``, and the argument that they are from.
 

@@ -8,7 +8,7 @@ from ...attention.backends import AUTO
 from ...attention.checks import integer
 from ...attention.trtllm_gen import Call, run
 from ...tensor import TensorView, view_of
-from .arguments import Arguments, sinks_of, tensor_or_none
+from .arguments import BatchArguments, PagedArguments, sinks_of, tensor_or_none
 from .layouts import cache_pair_by_head, flat_tokens
 from .outputs import Output, lse_of, with_lse
 from .scales import scale_from, scores_scale
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def run_call(
     kind: type[Call],
-    arguments: Arguments,
+    arguments: BatchArguments,
     q: TensorView,
     output: Output,
     *,
@@ -66,7 +66,7 @@ def run_call(
     return with_lse(arguments, output, lse, natural=natural_lse)
 
 
-def pages(call: Arguments, key: TensorView, value: TensorView) -> dict[str, Any]:
+def pages(call: PagedArguments, key: TensorView, value: TensorView) -> dict[str, Any]:
     """The fields of a call for paged K and V, ``[pages, kv_heads, page_size, head_dim]`` each, and their tables.
 
     Raises:

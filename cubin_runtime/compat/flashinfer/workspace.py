@@ -19,7 +19,7 @@ from ...launch.semaphore_workspace import SemaphoreWorkspace
 from ...launch.workspace import Workspace
 from ...tensor import view_of
 from ...values import dataclass
-from .arguments import Arguments
+from .arguments import Arguments, XqaArguments
 
 SEMAPHORE_BYTES = 8 << 20
 _CTAS_PER_MULTIPROCESSOR = 32  # no device runs more
@@ -47,7 +47,7 @@ def split_workspace(workspace_buffer: Any, device: int) -> SemaphoreWorkspace | 
     return SemaphoreWorkspace(semaphores=(address, SEMAPHORE_BYTES), scratch=scratch)
 
 
-def with_enough_semaphores(call: Arguments, rows: int, device: int) -> SemaphoreWorkspace | TorchScratch:
+def with_enough_semaphores(call: XqaArguments, rows: int, device: int) -> SemaphoreWorkspace | TorchScratch:
     """A caller's semaphores and scratch as a workspace for ``rows`` tokens x heads.
 
     A caller who counts semaphores as FlashInfer does may have too few for native kernels: zeroed memory of the runtime

@@ -13,7 +13,7 @@ from ...attention.operators.mla_decode import mla_decode
 from ...attention.operators.paged_decode import paged_decode
 from ...errors import UsageError
 from ...tensor import TensorView, view_of
-from .arguments import MEMORY, Arguments
+from .arguments import MEMORY, XqaArguments
 from .layouts import check_layout, latent_cache, like_query, without
 from .lengths import lengths_of
 from .native import launch
@@ -94,7 +94,33 @@ def xqa(
         k_sf_cache, v_sf_cache: refused: there are no native FP4 kernels.
         batch_invariant: make a request's bits independent of other requests and of all bounds.
     """
-    call = Arguments.of(xqa, locals(), query=q)
+    call = XqaArguments(
+        operator=xqa,
+        query=q,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        page_table=page_table,
+        seq_lens=seq_lens,
+        output=output,
+        workspace_buffer=workspace_buffer,
+        semaphores=semaphores,
+        num_kv_heads=num_kv_heads,
+        page_size=page_size,
+        sinks=sinks,
+        q_scale=q_scale,
+        kv_scale=kv_scale,
+        sliding_win_size=sliding_win_size,
+        kv_layout=kv_layout,
+        sm_count=sm_count,
+        enable_pdl=enable_pdl,
+        rcp_out_scale=rcp_out_scale,
+        q_seq_len=q_seq_len,
+        mask=mask,
+        q_cu_seq_lens=q_cu_seq_lens,
+        k_sf_cache=k_sf_cache,
+        v_sf_cache=v_sf_cache,
+        batch_invariant=batch_invariant,
+    )
     call.refuse("k_sf_cache", "v_sf_cache")
     query = view_of(q, "q")
     _check_multiprocessors(call, sm_count, query.device)
@@ -161,7 +187,23 @@ def xqa_mla(
             q_scale * kv_scale, the output by kv_scale. In contrast to ``xqa``, ``q_scale`` has to include the softmax
             scale, 1 / sqrt(head_dim before the projection).
     """
-    call = Arguments.of(xqa_mla, locals(), query=q)
+    call = XqaArguments(
+        operator=xqa_mla,
+        query=q,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        page_table=page_table,
+        seq_lens=seq_lens,
+        output=output,
+        workspace_buffer=workspace_buffer,
+        semaphores=semaphores,
+        page_size=page_size,
+        q_scale=q_scale,
+        kv_scale=kv_scale,
+        sm_count=sm_count,
+        enable_pdl=enable_pdl,
+        batch_invariant=batch_invariant,
+    )
     query, out, table = view_of(q, "q"), view_of(output, "output", written=True), view_of(page_table, "page_table")
     _check_multiprocessors(call, sm_count, query.device)
     cache = _shared_cache(view_of(k_cache, "k_cache"), view_of(v_cache, "v_cache"), page_size)
@@ -185,7 +227,7 @@ def xqa_mla(
 
 def _launch(
     decode: Callable[..., Any],
-    call: Arguments,
+    call: XqaArguments,
     names: Mapping[str, str],
     tensors: tuple[Any, ...],
     out: TensorView,
@@ -217,7 +259,7 @@ def _launch(
     )
 
 
-def _check_multiprocessors(call: Arguments, sm_count: int | None, device: int) -> None:
+def _check_multiprocessors(call: XqaArguments, sm_count: int | None, device: int) -> None:
     has = call.runtime.driver.device(device).multiprocessors
     if sm_count not in (None, has):
         raise UsageError(f"sm_count={sm_count}: the device has {has}, and kernels here run on all of them")
