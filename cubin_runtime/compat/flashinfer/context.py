@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...attention.backends import AUTO, NATIVE, TRTLLM_GEN
-from ...attention.checks import integer
 from ...attention.operators.context_attention import context_attention
 from ...attention.trtllm_gen.checks import check_vector
 from ...errors import UsageError
@@ -29,44 +28,35 @@ _PAGED_NAMES = {**_NAMES, "k": "kv_cache (K)", "v": "kv_cache (V)", "page_table"
 _RAGGED_NAMES = {**_NAMES, "k": "key", "v": "value", "kv_cu_seq_lens": "cum_seq_lens_kv", "sinks": "attention_sinks"}
 
 
-def context_backend(call: ContextArguments | RaggedArguments, device: int, backend: str) -> str:
+def context_backend(call: ContextArguments | RaggedArguments, device: int) -> str:
     """The backend that runs a context operator on ``device``; errors as ``find_backend``.
 
     The peer's default is its only kernels' name and says nothing of the device, so it is ``auto`` here.
     """
-    return call.backend_on(device, AUTO if backend == TRTLLM_GEN else backend)
+    return call.backend_on(device, AUTO if call.backend == TRTLLM_GEN else call.backend)
 
 
-def attend_paged(
-    call: ContextArguments, q: TensorView, lengths: TensorView, max_kv_len: int, causal: bool, sums: Any
-) -> Any:
-    """Attention over pages; ``sums`` are the cumulative KV lengths, which ``lengths`` repeat. As ``_attend``."""
+def attend_paged(call: ContextArguments, q: TensorView, lengths: TensorView) -> Any:
+    """Attention over pages; ``lengths`` repeat the cumulative KV lengths. As ``_attend``."""
     call.refuse("kv_cache_sf", "o_sf_scale", "o_sf_vec_size", backend=NATIVE)
     key, value = cache_pair(call.kv_cache, call.kv_layout)
     table = page_table_of(call)
-    view = view_of(sums, "cum_seq_lens_kv")
+    view = view_of(call.cum_seq_lens_kv, "cum_seq_lens_kv")
     check_vector("cum_seq_lens_kv", view, lengths.shape[0] + 1, "int32", q.device)
     return _attend(
         call,
         _PAGED_NAMES,
         (q, key, value),
-        causal=causal,
-        max_seq_len=min(max_kv_len, table.shape[-1] * key.shape[1 if call.kv_layout == "NHD" else 2]),
+        causal=call.causal,
+        max_seq_len=min(call.max_kv_len, table.shape[-1] * key.shape[1 if call.kv_layout == "NHD" else 2]),
         page_table=table,
         seq_lens=lengths,
         kv_layout=call.kv_layout,
     )
 
 
-def attend_ragged(
-    call: RaggedArguments,
-    tensors: tuple[TensorView, ...],
-    lengths: TensorView,
-    max_kv_len: int,
-    causal: bool,
-    sums: Any,
-) -> Any:
-    """Attention of ``tensors`` q, k and v; ``sums`` are the cumulative KV lengths. As ``_attend``."""
+def attend_ragged(call: RaggedArguments, tensors: tuple[TensorView, ...], lengths: TensorView) -> Any:
+    """Attention of ``tensors`` q, k and v. As ``_attend``."""
     key = tensors[1]
     if len(key.shape) != 3:
         raise UsageError(f"key: shape {key.shape}, expected [kv_tokens, kv_heads, head_dim]")
@@ -74,20 +64,15 @@ def attend_ragged(
         call,
         _RAGGED_NAMES,
         tensors,
-        causal=causal,
-        max_seq_len=min(max_kv_len, key.shape[0]),
-        kv_cu_seq_lens=view_of(sums, "cum_seq_lens_kv"),
+        causal=call.is_causal,
+        max_seq_len=min(call.max_kv_len, key.shape[0]),
+        kv_cu_seq_lens=view_of(call.cum_seq_lens_kv, "cum_seq_lens_kv"),
         seq_lens=lengths,
     )
 
 
 def _attend(
-    call: ContextArguments | RaggedArguments,
-    names: Mapping[str, str],
-    tensors: tuple[TensorView, ...],
-    *,
-    causal: bool,
-    **options: Any,
+    call: ContextArguments | RaggedArguments, names: Mapping[str, str], tensors: tuple[TensorView, ...], **options: Any
 ) -> Any:
     """``context_attention`` of q, k and v with other ``options``; (output, lse), or output.
 
@@ -112,9 +97,8 @@ def _attend(
         softmax_scale=factor_of("bmm1_scale", call.bmm1_scale, q.device),
         output_scale=factor_of("bmm2_scale", call.bmm2_scale, q.device),
         q_cu_seq_lens=view_of(call.cum_seq_lens_q, "cum_seq_lens_q"),
-        max_q_len=integer("max_q_len", call.max_q_len),
-        window_left=integer("window_left", call.window_left),
-        causal=causal,
+        max_q_len=call.max_q_len,
+        window_left=call.window_left,
         batch_invariant=call.batch_invariant,
         workspace=with_own_semaphores(call, q.device),
         **options,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...attention.checks import integer
 from ...attention.trtllm_gen.checks import check_vector
 from ...errors import UsageError
 from ...tensor import view_of
@@ -24,8 +23,7 @@ def options_of_rank(call: DecodeArguments, device: int, batch: int, q_len: int) 
         UsageError: the ranks or the tensor are invalid, there are a mask or sinks with several ranks, or the query
             tokens would be added to a tensor that is not torch's.
     """
-    counts = call.causal_seqlens_kv_global
-    world, rank = integer("cp_world", call.cp_world), integer("cp_rank", call.cp_rank)
+    counts, world, rank = call.causal_seqlens_kv_global, call.cp_world, call.cp_rank
     if counts is None:
         if (world, rank) != (1, 0):
             raise UsageError(f"cp_world={world}, cp_rank={rank}: expected 1 and 0 without {_NAME}")

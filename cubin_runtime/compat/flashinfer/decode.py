@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...attention.backends import XQA
-from ...attention.checks import integer
 from ...attention.fast_path import operator_function
 from ...attention.operators.paged_decode import paged_decode
 from ...attention.trtllm_gen import DecodeCall
@@ -159,14 +158,14 @@ def trtllm_batch_decode_with_kv_cache(
     )
     call.refuse("enable_block_sparse_attention", "bf16q_fp8kv_transform_mode", "request_order", "request_order_plan")
     q, lengths = query_of(query, 3), view_of(seq_lens, "seq_lens")
-    name = call.backend_on(q.device, backend)
-    max_q, cum_q = query_lengths(call, q_len_per_req, batch_of(lengths), q.shape[0])
+    name = call.backend_on(q.device, call.backend)
+    max_q, cum_q = query_lengths(call, call.q_len_per_req, batch_of(lengths), q.shape[0])
     if name == XQA:
         call.refuse("o_sf_scale", "o_sf_vec_size", "kv_cache_sf", backend=name)
         check_skip_factor(call)
         return _decode_native(call, max_q, cum_q, {"q_cu_seq_lens": "cum_seq_lens_q"})
     call.refuse("mask", "cp_world", "cp_rank", "causal_seqlens_kv_global", backend=name)
-    key, value = cache_pair_by_head(kv_cache, kv_layout)
+    key, value = cache_pair_by_head(kv_cache, call.kv_layout)
     return run_call(
         DecodeCall,
         call,
@@ -175,7 +174,7 @@ def trtllm_batch_decode_with_kv_cache(
         backend=name,
         seq_lens=lengths,
         max_q=max_q,
-        max_kv=integer("max_seq_len", max_seq_len),
+        max_kv=call.max_seq_len,
         cum_seq_lens_q=cum_q,
         **pages(call, key, value),
     )
@@ -245,11 +244,10 @@ def xqa_batch_decode_with_kv_cache(
         batch_invariant=batch_invariant,
     )
     call.refuse("kv_cache_sf")
-    if q_len_per_req is None:
+    if call.q_len_per_req is None:
         raise UsageError("q_len_per_req: None, expected the query tokens of a request, or their bound")
     call.backend_on(view_of(query, "query").device, XQA)
-    q_len = integer("q_len_per_req", q_len_per_req)
-    return _decode_native(call, q_len, q_cu_seq_lens, {"max_q_len": "q_len_per_req"})
+    return _decode_native(call, call.q_len_per_req, q_cu_seq_lens, {"max_q_len": "q_len_per_req"})
 
 
 def _decode_native(call: DecodeArguments, q_len: int, q_cu_seq_lens: Any, names: Mapping[str, str]) -> Any:
@@ -286,7 +284,7 @@ def _decode_native(call: DecodeArguments, q_len: int, q_cu_seq_lens: Any, names:
         q_cu_seq_lens=q_cu_seq_lens,
         max_q_len=q_len if ragged else None,
         mask=call.mask,
-        window_left=integer("window_left", call.window_left),
+        window_left=call.window_left,
         draft_position="index",
         **rank,
     )

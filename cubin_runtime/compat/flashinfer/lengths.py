@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...attention.checks import integer, shown
+from ...attention.checks import shown
 from ...attention.trtllm_gen.checks import check_running_sum, check_vector
 from ...errors import UsageError
 from ...tensor import TensorView, view_of
@@ -67,13 +67,13 @@ def query_lengths(
             )
         if q_len is None:
             raise UsageError("q_len_per_req: None without cum_seq_lens_q; expected the query tokens of a request")
-        return integer("q_len_per_req", q_len), None
+        return q_len, None
     if q_len is not None:
         raise UsageError(f"q_len_per_req={q_len} with cum_seq_lens_q: expected None where lengths differ")
     view = view_of(cum_seq_lens_q, "cum_seq_lens_q")
     check_vector("cum_seq_lens_q", view, batch + 1, "int32", view.device)
     if max_q_len is not None:
-        return integer("max_q_len", max_q_len), view
+        return max_q_len, view
     memory, driver = call.runtime.memory, call.runtime.driver
     stream = memory.current_stream(cum_seq_lens_q)
     with driver.using(driver.context_on(view.device)):

@@ -7,7 +7,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...attention.backends import XQA
-from ...attention.checks import integer
 from ...attention.fast_path import operator_function
 from ...attention.operators.mla_decode import mla_decode
 from ...attention.trtllm_gen import DecodeCall
@@ -165,53 +164,53 @@ def trtllm_batch_decode_with_kv_cache_mla(
         batch_invariant=batch_invariant,
     )
     call.refuse("cute_dsl_impl", "use_fp16_softmax")
-    if not enable_dcp:
+    if not call.enable_dcp:
         call.refuse("cp_world", "cp_rank", "causal_seqlens_kv_global")
     elif causal_seqlens_kv_global is None:
         raise UsageError("causal_seqlens_kv_global: None with enable_dcp, expected the lengths on all ranks")
-    _check_lse_base(return_lse_base)
-    _check_head_dims(qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim, sparse_mla_top_k)
+    _check_lse_base(call)
+    _check_head_dims(call)
     nested = cum_seq_lens_q is None
     by_request = query_of(query, 4 if nested else 3)
     q = flat_tokens(by_request, "query") if nested else by_request
-    _check_width(by_request, kv_lora_rank + qk_rope_head_dim)
-    name = call.backend_on(q.device, backend)
-    if name == XQA and integer("sparse_mla_top_k", sparse_mla_top_k) > 0:
-        return decode_lists(call, by_request, _output(call, by_request, kv_lora_rank))
+    _check_width(call, by_request)
+    name = call.backend_on(q.device, call.backend)
+    if name == XQA and call.sparse_mla_top_k > 0:
+        return decode_lists(call, by_request, _output(call, by_request))
     call.refuse("kv_scale_format")
     lengths = view_of(seq_lens, "seq_lens")
     batch = batch_of(lengths)
     _check_batch(by_request, lengths)
     max_q, cum_q = query_lengths(call, by_request.shape[1] if nested else None, batch, q.shape[0])
     if name == XQA:
-        if sparse_mla_top_k < 0:
-            raise UsageError(f"sparse_mla_top_k={sparse_mla_top_k}: expected 0 (off) or more")
+        if call.sparse_mla_top_k < 0:
+            raise UsageError(f"sparse_mla_top_k={call.sparse_mla_top_k}: expected 0 (off) or more")
         if sparse_mla_top_k_lens is not None:
             raise UsageError("sparse_mla_top_k_lens without sparse_mla_top_k: nothing is sparse")
         check_skip_factor(call)
         dealing: dict[str, Any] = {}
-        if enable_dcp:
+        if call.enable_dcp:
             named = view_of(causal_seqlens_kv_global, "causal_seqlens_kv_global")
             check_vector("causal_seqlens_kv_global", named, batch, "int32", q.device)
-            if (cp_world, cp_rank) != (1, 0):  # that rank has all keys
-                dealing = {"global_seq_lens": named, "cp_world": cp_world, "cp_rank": cp_rank}
+            if (call.cp_world, call.cp_rank) != (1, 0):  # that rank has all keys
+                dealing = {"global_seq_lens": named, "cp_world": call.cp_world, "cp_rank": call.cp_rank}
         bound = None if nested else max_q
-        return _decode_native(call, by_request, lengths, kv_lora_rank, bound, cum_q, **dealing)
+        return _decode_native(call, by_request, lengths, bound, cum_q, **dealing)
     call.refuse("enable_dcp", backend=name)
     cache = latent_cache(kv_cache)
     return run_call(
         DecodeCall,
         call,
         q,
-        _output(call, by_request, kv_lora_rank),
+        _output(call, by_request),
         backend=name,
         seq_lens=lengths,
         max_q=max_q,
-        max_kv=integer("max_seq_len", max_seq_len),
+        max_kv=call.max_seq_len,
         cum_seq_lens_q=cum_q,
         natural_lse=_has_natural_lse(call, q.shape[1], cache.shape[2]),
         **pages(call, cache, cache),
-        top_k=integer("sparse_mla_top_k", sparse_mla_top_k),
+        top_k=call.sparse_mla_top_k,
         top_k_lens=tensor_or_none(sparse_mla_top_k_lens, "sparse_mla_top_k_lens", q.device),
     )
 
@@ -270,24 +269,23 @@ def xqa_batch_decode_with_kv_cache_mla(
         enable_pdl=enable_pdl,
         batch_invariant=batch_invariant,
     )
-    _check_head_dims(qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim, 0)
+    _check_head_dims(call)
     q, lengths = query_of(query, 4), lengths_of(seq_lens)
-    _check_width(q, kv_lora_rank + qk_rope_head_dim)
+    _check_width(call, q)
     _check_batch(q, lengths)
     call.backend_on(q.device, XQA)
-    return _decode_native(call, q, lengths, kv_lora_rank)
+    return _decode_native(call, q, lengths)
 
 
 def _decode_native(
     call: MlaArguments,
     q: TensorView,
     lengths: TensorView,
-    latent: int,
     max_q_len: int | None = None,
     q_cu_seq_lens: TensorView | None = None,
     **dealing: Any,
 ) -> Any:
-    output, cache, table = _output(call, q, latent), latent_cache(call.kv_cache), page_table_of(call)
+    output, cache, table = _output(call, q), latent_cache(call.kv_cache), page_table_of(call)
     return decode_batch(
         mla_decode,
         call,
@@ -305,7 +303,8 @@ def _decode_native(
     )
 
 
-def _check_lse_base(base: Any) -> None:
+def _check_lse_base(call: MlaArguments) -> None:
+    base = call.return_lse_base
     if base is not None and base not in _LSE_BASES:
         raise UsageError(f"return_lse_base={base!r}: expected None, {' or '.join(map(repr, _LSE_BASES))}")
 
@@ -318,17 +317,17 @@ def _has_natural_lse(call: MlaArguments, heads: int, page_size: int) -> bool:
     return call.enable_dcp or call.cum_seq_lens_q is not None or of_cute_dsl
 
 
-def _check_head_dims(nope: int, lora: int, rope: int, top_k: int) -> None:
-    if integer("qk_nope_head_dim", nope) < 1:
-        raise UsageError(f"qk_nope_head_dim={nope}: expected 1 or more")
+def _check_head_dims(call: MlaArguments) -> None:
+    lora, rope = call.kv_lora_rank, call.qk_rope_head_dim
+    if call.qk_nope_head_dim < 1:
+        raise UsageError(f"qk_nope_head_dim={call.qk_nope_head_dim}: expected 1 or more")
     sparse = " or (512, 0) with sparse_mla_top_k"
-    if (lora, rope) not in _HEAD_DIMS and not (
-        (lora, rope) == _SPARSE_HEAD_DIMS and integer("sparse_mla_top_k", top_k) > 0
-    ):
+    if (lora, rope) not in _HEAD_DIMS and not ((lora, rope) == _SPARSE_HEAD_DIMS and call.sparse_mla_top_k > 0):
         raise UsageError(f"kv_lora_rank={lora}, qk_rope_head_dim={rope}: expected (512, 64), (256, 64){sparse}")
 
 
-def _check_width(query: TensorView, width: int) -> None:
+def _check_width(call: MlaArguments, query: TensorView) -> None:
+    width = call.kv_lora_rank + call.qk_rope_head_dim
     if query.shape[-1] != width:
         raise UsageError(f"query: head dimension {query.shape[-1]}, expected {width}")
 
@@ -338,10 +337,10 @@ def _check_batch(query: TensorView, lengths: TensorView) -> None:
         raise UsageError(f"query: batch {query.shape[0]}, seq_lens has {lengths.shape[0]}")
 
 
-def _output(call: MlaArguments, q: TensorView, latent: int) -> Output:
+def _output(call: MlaArguments, q: TensorView) -> Output:
     """The output for ``q``; with one token per request, a caller's may lack the dimension of tokens."""
-    shape = (*q.shape[:-1], latent)
     out: Any = call.out
+    shape = (*q.shape[:-1], call.kv_lora_rank)
     if out is not None and not is_fp4(call) and len(shape) == 4 and shape[1] == 1:
         view = view_of(out, "out", written=True)
         if view.shape == (shape[0], *shape[2:]):

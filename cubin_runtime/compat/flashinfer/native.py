@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ...attention.backends import NATIVE
-from ...attention.checks import integer
 from ...attention.fast_path import full_path
 from ...attention.scales import ScaleProduct
 from ...errors import UsageError, WorkspaceError
@@ -42,10 +41,10 @@ def check_skip_factor(call: BatchArguments) -> None:
     """Check the factor with which a kernel may skip keys of little weight; native kernels skip none.
 
     Raises:
-        UsageError: it is no number, or below 0.
+        UsageError: it is below 0, or NaN.
     """
     factor = call.skip_softmax_threshold_scale_factor
-    if factor is not None and not (isinstance(factor, (int, float)) and factor >= 0):
+    if factor is not None and not factor >= 0:
         raise UsageError(f"skip_softmax_threshold_scale_factor={factor!r}: expected None, 0 or more")
 
 
@@ -100,7 +99,7 @@ def decode_batch(
         out=like_query(q, output.view, "out", 1),
         lse=None if lse_view is None else like_query(q, lse_view, "lse", 0),
         output_scale=output_scale or factor_of("bmm2_scale", call.bmm2_scale, device),
-        max_seq_len=min(integer("max_seq_len", call.max_seq_len), pages.shape[-1] * page_size),
+        max_seq_len=min(call.max_seq_len, pages.shape[-1] * page_size),
         **options,
     )
     return with_lse(call, output, lse, natural=natural_lse)

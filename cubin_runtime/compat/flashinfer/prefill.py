@@ -117,11 +117,11 @@ def trtllm_batch_context_with_kv_cache(
     )
     call.refuse("use_fp16_softmax", "uses_spcompress")
     q, lengths = query_of(query, 3), lengths_of(seq_lens)
-    check_batch(batch_size, lengths)
-    name, max_kv = context_backend(call, q.device, backend), integer("max_kv_len", max_kv_len)
+    check_batch(call.batch_size, lengths)
+    name = context_backend(call, q.device)
     if name == NATIVE:
-        return attend_paged(call, q, lengths, max_kv, causal, cum_seq_lens_kv)
-    key, value = cache_pair_by_head(kv_cache, kv_layout)
+        return attend_paged(call, q, lengths)
+    key, value = cache_pair_by_head(kv_cache, call.kv_layout)
     return run_call(
         ContextCall,
         call,
@@ -129,12 +129,12 @@ def trtllm_batch_context_with_kv_cache(
         output_of(call, q.shape, q.dtype),
         backend=name,
         seq_lens=lengths,
-        max_q=integer("max_q_len", max_q_len),
-        max_kv=max_kv,
+        max_q=call.max_q_len,
+        max_kv=call.max_kv_len,
         cum_seq_lens_q=view_of(cum_seq_lens_q, "cum_seq_lens_q"),
         **pages(call, key, value),
         cum_seq_lens_kv=view_of(cum_seq_lens_kv, "cum_seq_lens_kv"),
-        causal=causal,
+        causal=call.causal,
     )
 
 
@@ -236,22 +236,22 @@ def trtllm_ragged_attention_deepseek(
     q, lengths, v = query_of(query, 3), lengths_of(seq_lens), view_of(value, "value")
     if len(v.shape) != 3:
         raise UsageError(f"value: shape {v.shape}, expected 3 dimensions")
-    check_batch(batch_size, lengths)
-    name, max_kv = context_backend(call, q.device, backend), integer("max_kv_len", max_kv_len)
+    check_batch(call.batch_size, lengths)
+    name = context_backend(call, q.device)
     _check_quadruple("sage_attn_sfs", sage_attn_sfs)
     _check_quadruple("num_elts_per_sage_attn_blk", num_elts_per_sage_attn_blk)
     if name == NATIVE:
         if any(scale is not None for scale in sage_attn_sfs):
             raise UsageError(f"sage_attn_sfs: given, expected None: backend {name!r} has no kernel for SageAttention")
-        return attend_ragged(call, (q, view_of(key, "key"), v), lengths, max_kv, is_causal, cum_seq_lens_kv)
+        return attend_ragged(call, (q, view_of(key, "key"), v), lengths)
     check_none_empty("q_seq_lens_cpu", q_seq_lens_cpu)
     check_none_empty("kv_seq_lens_cpu", kv_seq_lens_cpu)
-    if not skip_all_rows_active_check and (q_seq_lens_cpu is None or kv_seq_lens_cpu is None):
+    if not call.skip_all_rows_active_check and (q_seq_lens_cpu is None or kv_seq_lens_cpu is None):
         raise UsageError(
             "skip_all_rows_active_check=False: expected q_seq_lens_cpu and kv_seq_lens_cpu, as nothing is read back"
         )
-    if integer("window_left", window_left) >= 0 and not is_causal:
-        raise UsageError(f"window_left={window_left} without is_causal: dense attention has no window")
+    if call.window_left >= 0 and not call.is_causal:
+        raise UsageError(f"window_left={call.window_left} without is_causal: dense attention has no window")
     default = q.dtype if q.dtype in ("float16", "bfloat16") else "bfloat16"
     sage = (tensor_or_none(scale, f"sage_attn_sfs[{place}]", q.device) for place, scale in enumerate(sage_attn_sfs))
     blocks = (integer("num_elts_per_sage_attn_blk", block) for block in num_elts_per_sage_attn_blk)
@@ -263,15 +263,15 @@ def trtllm_ragged_attention_deepseek(
         backend=name,
         sinks_name="attention_sinks",
         seq_lens=lengths,
-        max_q=integer("max_q_len", max_q_len),
-        max_kv=max_kv,
+        max_q=call.max_q_len,
+        max_kv=call.max_kv_len,
         cum_seq_lens_q=view_of(cum_seq_lens_q, "cum_seq_lens_q"),
         key=view_of(key, "key"),
         value=v,
         cum_seq_lens_kv=view_of(cum_seq_lens_kv, "cum_seq_lens_kv"),
-        causal=is_causal,
+        causal=call.is_causal,
         sage=Sage(tuple(sage), tuple(blocks)),  # type: ignore[arg-type]
-        out_scale=o_sf_scale,
+        out_scale=call.o_sf_scale,
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...attention.checks import integer
 from ...attention.fast_path import note_bounds
 from ...attention.operators.sparse_mla_decode import sparse_mla_decode
 from ...attention.trtllm_gen.checks import check_vector
@@ -76,7 +75,7 @@ def _refuse(call: TrtllmMlaArguments, scaled_rows: bool) -> None:
     elif call.kv_scale_format not in _SCALE_FORMATS:
         formats = " or ".join(map(repr, _SCALE_FORMATS))
         raise UsageError(f"kv_scale_format={call.kv_scale_format!r}: expected {formats}")
-    if not 1 <= integer("max_seq_len", call.max_seq_len) <= _INT32_MAX:
+    if not 1 <= call.max_seq_len <= _INT32_MAX:
         raise UsageError(f"max_seq_len={call.max_seq_len}: expected 1 to {_INT32_MAX}")
 
 

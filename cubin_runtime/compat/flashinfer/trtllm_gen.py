@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, cast
 
 from ...attention.backends import AUTO
-from ...attention.checks import integer
 from ...attention.trtllm_gen import Call, run
 from ...tensor import TensorView, view_of
 from .arguments import BatchArguments, PagedArguments, sinks_of, tensor_or_none
@@ -55,7 +54,7 @@ def run_call(
         bmm2=bmm2,
         sinks=sinks_of(arguments.sinks, sinks_name, device),
         lse=lse_view,
-        window_left=integer("window_left", arguments.window_left),
+        window_left=arguments.window_left,
         skip_softmax_factor=arguments.skip_softmax_threshold_scale_factor or 0.0,
         pdl=arguments.enable_pdl is None or bool(arguments.enable_pdl),
         batch_invariant=arguments.batch_invariant,

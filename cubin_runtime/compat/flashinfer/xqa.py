@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...attention.attention_operator import default_scale
 from ...attention.backends import XQA
-from ...attention.checks import check_dtype, integer
+from ...attention.checks import check_dtype
 from ...attention.fast_path import note_compared, operator_function
 from ...attention.operators.mla_decode import mla_decode
 from ...attention.operators.paged_decode import paged_decode
@@ -123,18 +123,19 @@ def xqa(
     )
     call.refuse("k_sf_cache", "v_sf_cache")
     query = view_of(q, "q")
-    _check_multiprocessors(call, sm_count, query.device)
+    _check_multiprocessors(call, query.device)
     keys = view_of(k_cache, "k_cache")
-    _check_cache(keys, kv_layout, num_kv_heads, page_size)
-    q_seq_len = integer("q_seq_len", q_seq_len)
-    if not 0 <= integer("sliding_win_size", sliding_win_size) <= 1 << 31:
-        raise UsageError(f"sliding_win_size={sliding_win_size}: expected 0 (none) or more, at most 2^31")
+    _check_cache(call, keys)
+    if not 0 <= call.sliding_win_size <= 1 << 31:
+        raise UsageError(f"sliding_win_size={call.sliding_win_size}: expected 0 (none) or more, at most 2^31")
     out, table = view_of(output, "output", written=True), view_of(page_table, "page_table")
     if out.shape != query.shape:
         raise UsageError(f"output: shape {out.shape}, expected {query.shape}")
     _check_table(table)
     lengths, ragged = lengths_of(seq_lens), q_cu_seq_lens is not None
-    requests, results = (_by_request(view, name, q_seq_len, ragged) for view, name in ((query, "q"), (out, "output")))
+    requests, results = (
+        _by_request(view, name, call.q_seq_len, ragged) for view, name in ((query, "q"), (out, "output"))
+    )
     _launch(
         paged_decode,
         call,
@@ -142,13 +143,13 @@ def xqa(
         (requests, keys, v_cache, table, lengths),
         results,
         scores_factor=default_scale(query.shape),
-        tokens=lengths.shape[0] * q_seq_len,
-        max_seq_len=table.shape[1] * page_size,
-        kv_layout=kv_layout,
+        tokens=lengths.shape[0] * call.q_seq_len,
+        max_seq_len=table.shape[1] * call.page_size,
+        kv_layout=call.kv_layout,
         q_cu_seq_lens=q_cu_seq_lens,
-        max_q_len=q_seq_len if ragged else None,
+        max_q_len=call.q_seq_len if ragged else None,
         mask=mask,
-        window_left=sliding_win_size - 1,
+        window_left=call.sliding_win_size - 1,
         draft_position="index",
     )
 
@@ -205,8 +206,8 @@ def xqa_mla(
         batch_invariant=batch_invariant,
     )
     query, out, table = view_of(q, "q"), view_of(output, "output", written=True), view_of(page_table, "page_table")
-    _check_multiprocessors(call, sm_count, query.device)
-    cache = _shared_cache(view_of(k_cache, "k_cache"), view_of(v_cache, "v_cache"), page_size)
+    _check_multiprocessors(call, query.device)
+    cache = _shared_cache(view_of(k_cache, "k_cache"), view_of(v_cache, "v_cache"), call.page_size)
     if len(query.shape) == 4 and query.shape[1] == 1:
         query = without(query, 1)
     if len(query.shape) != 3:
@@ -221,7 +222,7 @@ def xqa_mla(
         (query, cache, table, lengths),
         out,
         tokens=lengths.shape[0],
-        max_seq_len=table.shape[1] * page_size,
+        max_seq_len=table.shape[1] * call.page_size,
     )
 
 
@@ -259,19 +260,20 @@ def _launch(
     )
 
 
-def _check_multiprocessors(call: XqaArguments, sm_count: int | None, device: int) -> None:
+def _check_multiprocessors(call: XqaArguments, device: int) -> None:
     has = call.runtime.driver.device(device).multiprocessors
-    if sm_count not in (None, has):
-        raise UsageError(f"sm_count={sm_count}: the device has {has}, and kernels here run on all of them")
+    if call.sm_count not in (None, has):
+        raise UsageError(f"sm_count={call.sm_count}: the device has {has}, and kernels here run on all of them")
 
 
-def _check_cache(cache: TensorView, kv_layout: str, num_kv_heads: int, page_size: int) -> None:
+def _check_cache(call: XqaArguments, cache: TensorView) -> None:
+    kv_layout = call.kv_layout
     check_layout(kv_layout)
     if len(cache.shape) != 4:
         raise UsageError(f"k_cache: shape {cache.shape}, expected 4 dimensions in layout {kv_layout}")
     tokens, heads = cache.shape[1:3] if kv_layout == "NHD" else cache.shape[2:0:-1]
-    for name, stated, has in (("num_kv_heads", num_kv_heads, heads), ("page_size", page_size, tokens)):
-        if integer(name, stated) != has:
+    for name, stated, has in (("num_kv_heads", call.num_kv_heads, heads), ("page_size", call.page_size, tokens)):
+        if stated != has:
             raise UsageError(f"{name}={stated}: k_cache has {has} in layout {kv_layout}")
 
 
@@ -304,7 +306,7 @@ def _shared_cache(keys: TensorView, values: TensorView, page_size: int) -> Tenso
     """The latent cache that ``keys`` and ``values`` are views of."""
     keys, values = _without_head(keys, page_size), _without_head(values, page_size)
     cache = latent_cache(keys, "k_cache")
-    if cache.shape[2] != integer("page_size", page_size):
+    if cache.shape[2] != page_size:
         raise UsageError(f"page_size={page_size}: k_cache has {cache.shape[2]}")
     note_compared(values.pointer, keys.pointer)
     same = (values.pointer, values.dtype, values.device) == (keys.pointer, keys.dtype, keys.device)
