@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 from collections.abc import Callable
 from types import ModuleType
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from cubin_runtime.attention.checks import option_checks
 from cubin_runtime.compat import flash_attn, flash_attn_interface
 
 VERSION_2 = {
@@ -64,3 +66,13 @@ def test_version_2_takes_by_name_what_version_3_has(name: str) -> None:
 @pytest.mark.parametrize("module", [flash_attn, flash_attn_interface])
 def test_the_modules_offer_the_peers_names(module: ModuleType) -> None:
     assert sorted(module.__all__) == sorted(VERSION_2)
+
+
+@pytest.mark.parametrize("name", VERSION_2)
+def test_every_option_with_a_kind_is_checked_under_its_name(name: str) -> None:
+    function = getattr(flash_attn, name)
+    calls = [node for node in ast.walk(ast.parse(inspect.getsource(function))) if isinstance(node, ast.Call)]
+    (checked,) = (node for node in calls if ast.unparse(node.func) == "check_kinds")
+    assert ast.unparse(checked.args[0]) == name
+    names = [option for option, _, _ in option_checks(inspect.get_annotations(function))]
+    assert {str(keyword.arg): ast.unparse(keyword.value) for keyword in checked.keywords} == dict(zip(names, names))  # noqa: B905

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...attention.checks import check_options, option_checks
-from ...attention.fast_path import is_compiling
 from ..shapes import shape_of
 from .attention import attend_ragged
 from .cache import Cache, append, attend_cache, cache_of, lengths_of, queries_of
-from .options import NAMES, Options, one_of, refuse, sinks_of
+from .options import NAMES, Options, check_kinds, one_of, refuse, sinks_of
 
 
 def flash_attn_func(
@@ -46,15 +44,34 @@ def flash_attn_func(
     Returns:
         ``out``, or (``out``, softmax_lse, None); softmax_lse is float32 ``[batch, heads, q_len]``, not contiguous.
     """
-    if not is_compiling():  # torch cannot trace the checks; the operators' own come later
-        check_options(_CHECKS["flash_attn_func"], locals())
+    check_kinds(
+        flash_attn_func,
+        dropout_p=dropout_p,
+        causal=causal,
+        softcap=softcap,
+        deterministic=deterministic,
+        return_attn_probs=return_attn_probs,
+        attention_chunk=attention_chunk,
+        num_splits=num_splits,
+        pack_gqa=pack_gqa,
+        sm_margin=sm_margin,
+    )
     refuse(dropout_p=dropout_p, alibi_slopes=alibi_slopes, qv=qv, attention_chunk=attention_chunk, sm_margin=sm_margin)
     refuse(q_descale=q_descale)
     name, sinks = sinks_of(s_aux, learnable_sink)
     names = {**NAMES, "k_cache": "k", "v_cache": "v", "sinks": name}
     options = Options(
-        *(names, softmax_scale, causal, window_size, softcap, sinks, out, return_attn_probs, bool(deterministic)),
-        *(k_descale, v_descale),
+        names=names,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        sinks=sinks,
+        out=out,
+        returns_lse=return_attn_probs,
+        batch_invariant=bool(deterministic),
+        k_descale=k_descale,
+        v_descale=v_descale,
     )
     cache = Cache(k, v, None, shape_of(k, "k", 4)[1])
     result, lse = attend_cache(queries_of(q, None, None), cache, None, options)
@@ -132,16 +149,37 @@ def flash_attn_varlen_func(
         UsageError: an argument is outside its domain, or is not honoured; the message names it.
         BackendError: nothing runs this on the device.
     """
-    if not is_compiling():  # torch cannot trace the checks; the operators' own come later
-        check_options(_CHECKS["flash_attn_varlen_func"], locals())
+    check_kinds(
+        flash_attn_varlen_func,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        dropout_p=dropout_p,
+        causal=causal,
+        softcap=softcap,
+        deterministic=deterministic,
+        return_attn_probs=return_attn_probs,
+        attention_chunk=attention_chunk,
+        num_splits=num_splits,
+        pack_gqa=pack_gqa,
+        sm_margin=sm_margin,
+    )
     refuse(dropout_p=dropout_p, alibi_slopes=alibi_slopes, qv=qv, attention_chunk=attention_chunk, sm_margin=sm_margin)
     refuse(q_descale=q_descale)
     sinks_name, sinks = sinks_of(s_aux, learnable_sink)
     table_name, table = one_of("block_table", block_table, "page_table", page_table)
     names = {**NAMES, "sinks": sinks_name, "page_table": table_name, "seq_lens": "seqused_k"}
     options = Options(
-        *(names, softmax_scale, causal, window_size, softcap, sinks, out, return_attn_probs, bool(deterministic)),
-        *(k_descale, v_descale),
+        names=names,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        sinks=sinks,
+        out=out,
+        returns_lse=return_attn_probs,
+        batch_invariant=bool(deterministic),
+        k_descale=k_descale,
+        v_descale=v_descale,
     )
     result, lse = attend_ragged(
         q,
@@ -224,8 +262,19 @@ def flash_attn_with_kvcache(
     Returns:
         ``out``, or (``out``, softmax_lse); softmax_lse as in ``flash_attn_func``.
     """
-    if not is_compiling():  # torch cannot trace the checks; the operators' own come later
-        check_options(_CHECKS["flash_attn_with_kvcache"], locals())
+    check_kinds(
+        flash_attn_with_kvcache,
+        causal=causal,
+        softcap=softcap,
+        rotary_interleaved=rotary_interleaved,
+        num_splits=num_splits,
+        return_softmax_lse=return_softmax_lse,
+        max_seqlen_q=max_seqlen_q,
+        attention_chunk=attention_chunk,
+        pack_gqa=pack_gqa,
+        sm_margin=sm_margin,
+        deterministic=deterministic,
+    )
     refuse(rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_leftpad=cache_leftpad)
     refuse(alibi_slopes=alibi_slopes, qv=qv, attention_chunk=attention_chunk, sm_margin=sm_margin)
     refuse(q_descale=q_descale)
@@ -235,10 +284,18 @@ def flash_attn_with_kvcache(
     table_name = table_name if cache_batch_idx is None or table is not None else "cache_batch_idx"
     caches = {"k_cache": "k_cache", "v_cache": "v_cache", "page_table": table_name}
     names = {**NAMES, **caches, "k": "k_cache", "v": "v_cache", "seq_lens": "cache_seqlens", "sinks": sinks_name}
-    invariant = bool(deterministic) or num_splits == 1
     options = Options(
-        *(names, softmax_scale, causal, window_size, softcap, sinks, out, return_softmax_lse, invariant),
-        *(k_descale, v_descale),
+        names=names,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        sinks=sinks,
+        out=out,
+        returns_lse=return_softmax_lse,
+        batch_invariant=bool(deterministic) or num_splits == 1,
+        k_descale=k_descale,
+        v_descale=v_descale,
     )
     queries = queries_of(q, cu_seqlens_q, max_seqlen_q)
     lengths = lengths_of(cache_seqlens, queries, cache)
@@ -246,9 +303,3 @@ def flash_attn_with_kvcache(
         lengths = append(k, v, cu_seqlens_k_new, lengths, queries, cache, caches, (k_descale, v_descale))
     result, lse = attend_cache(queries, cache, lengths, options)
     return (result, lse) if return_softmax_lse else result
-
-
-_CHECKS = {
-    function.__name__: option_checks(function.__annotations__)
-    for function in (flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache)
-}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any, NamedTuple
 
-from ...attention.checks import integer, shown
+from ...attention.checks import OptionCheck, check_options, integer, option_checks, shown
+from ...attention.fast_path import is_compiling
 from ...errors import UsageError
 from .tensors import in_float32
 
@@ -69,6 +71,21 @@ NAMES = {
     "k_scale": "k_descale",
     "v_scale": "v_descale",
 }
+
+
+def check_kinds(function: Callable[..., Any], **options: Any) -> None:
+    """Check the options of a call of ``function`` by its annotations: all that it annotates with a kind.
+
+    Raises:
+        UsageError: one is of another kind than declared.
+    """
+    if not is_compiling():  # torch cannot trace the checks; the operators' own come later
+        check_options(_checks(function), options)
+
+
+@cache
+def _checks(function: Callable[..., Any]) -> tuple[OptionCheck, ...]:
+    return option_checks(function.__annotations__)
 
 
 def refuse(**arguments: Any) -> None:
