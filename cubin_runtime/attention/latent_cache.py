@@ -10,6 +10,8 @@ from .checks import listed
 from .operator import TensorArg
 
 ROPE = CONSTANTS.mla_rope_columns
+# Columns of a row of the cache -> the latent ones of them.
+LATENTS = {latent + ROPE: latent for latent in (512, 256)}
 # Dtype of the cache -> what q may be, if a kernel takes it; the output may be any.
 Q_DTYPES = {"bfloat16": ("bfloat16",), "float8_e4m3fn": ("bfloat16", "float8_e4m3fn")}
 OUT_DTYPES = ("bfloat16", "float16", "float8_e4m3fn")

@@ -201,7 +201,8 @@ def _is_native(context: typer.Context) -> bool:
         BackendError: ``auto`` takes no backend on this GPU.
     """
     from ..attention.backends import AUTO, FORMER_NATIVE, NATIVE, resolve_backend
-    from ..attention.explain import CallSizes, explained_operator
+    from ..attention.call_sizes import CallSizes
+    from ..attention.explain import explained_operator
     from .example_call import Shapes
 
     if context.params["backend"] == FORMER_NATIVE:
@@ -237,9 +238,10 @@ def _device(context: typer.Context, *, by_sm_alone: bool = False) -> DeviceFacts
 
 def _explain_native(context: typer.Context, config: Config, release: str | None) -> Explanation:
     from ..attention import explain
+    from ..attention.call_sizes import CallSizes
     from ..attention.runtime import NATIVE_RELEASE, Runtime
 
-    sizes = _stated(context, explain.CallSizes)
+    sizes = _stated(context, CallSizes)
     explain.explained_operator(sizes)
     device = _device(context)
     kernels = Runtime(config, release=release or NATIVE_RELEASE).native_release().kernels

@@ -17,9 +17,9 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 PAGE = (ROOT / "docs" / "contributing" / "adding.md").read_text()
 PIN = "cubin_runtime/artifacts/pins/pins.toml"  # of the release with the new kernel, which no toy gets
-# Files, the pin included, and changes in the package: today, and the goal.
-FILES = {"kernel_family": (11, 10), "optional_tensor": (3, 3)}
-HUNKS = {"optional_tensor": (5, 5)}
+# Files, the pin included, and changes in the package: the most that there may be.
+MOST_FILES = {"kernel_family": 10, "optional_tensor": 3}
+MOST_HUNKS = {"optional_tensor": 5}
 
 
 def touched(patch: Path) -> set[str]:
@@ -43,29 +43,22 @@ def listed(section: str) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("section", FILES)
+@pytest.mark.parametrize("section", MOST_FILES)
 def test_only_the_listed_files_are_touched(section: str) -> None:
     assert touched(HERE / f"{section}.patch") == listed(section)
 
 
-@pytest.mark.parametrize("section", FILES)
-def test_the_number_of_files_is_the_recorded_one(section: str) -> None:
-    assert len(files_of(section)) == FILES[section][0]
+@pytest.mark.parametrize("section", MOST_FILES)
+def test_few_files_are_touched(section: str) -> None:
+    assert len(files_of(section)) == MOST_FILES[section]
 
 
-@pytest.mark.parametrize("section", [name for name, (today, goal) in FILES.items() if today > goal])
-@pytest.mark.xfail(reason="the goal is not reached yet", strict=True)
-def test_the_number_of_files_reaches_the_goal(section: str) -> None:
-    assert len(files_of(section)) <= FILES[section][1]
+@pytest.mark.parametrize("section", MOST_HUNKS)
+def test_few_places_change(section: str) -> None:
+    assert hunks_of(section) == MOST_HUNKS[section]
 
 
-@pytest.mark.parametrize("section", HUNKS)
-def test_the_number_of_changes_is_within_the_goal(section: str) -> None:
-    today, goal = HUNKS[section]
-    assert hunks_of(section) == today <= goal
-
-
-@pytest.mark.parametrize("section", FILES)
+@pytest.mark.parametrize("section", MOST_FILES)
 def test_what_the_patch_adds_runs(section: str, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     for folder in ("cubin_runtime", "kernels_src", "tests"):

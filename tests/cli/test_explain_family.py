@@ -11,7 +11,7 @@ import pytest
 from cubin_runtime import cli
 from cubin_runtime.artifacts.tables.native_kernels import NativeKernel
 from cubin_runtime.attention import explain
-from cubin_runtime.attention.explain import CallSizes, Explained
+from cubin_runtime.attention.call_sizes import CallSizes, Explained
 from cubin_runtime.kernels.explanation import Facts
 from cubin_runtime.kernels.native.selection import Candidate, Selection
 from cubin_runtime.launch.driver import DeviceFacts
@@ -54,7 +54,8 @@ def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return PrefillShape(sizes.q_len)
 
     toy = Explained("paged_prefill", "context", lambda sizes: True, shape, select_prefill)
-    monkeypatch.setattr(explain, "EXPLAINED", (toy, *explain.EXPLAINED))
+    others = explain.explained()
+    monkeypatch.setattr(explain, "explained", lambda: (toy, *others))
     return [*explain_arguments(tmp_path, (*HOPPER, *PORTABLE)), "--backend", "native", "--op", "context"]
 
 
@@ -93,6 +94,6 @@ def test_an_operation_that_no_family_has_is_refused_with_those_that_there_are(
 ) -> None:
     assert cli.main([*arguments, "--op", "ragged"]) == 2
     assert (
-        "--op 'ragged': the native backend has context, decode, append, merge, draft_mask, sparse_mla"
+        "--op 'ragged': the native backend has append, context, decode, draft_mask, merge, sparse_mla"
         in capsys.readouterr().err
     )

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from cubin_runtime.attention.explain import CallSizes, explain
+from cubin_runtime.attention.call_sizes import CallSizes
+from cubin_runtime.attention.explain import explain
 from cubin_runtime.cli import output
 from cubin_runtime.cli.example_call import Shapes, example_decision
 from cubin_runtime.kernels.explanation import Facts

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cubin_runtime import attention
-from cubin_runtime.attention.explain import CallSizes
+from cubin_runtime.attention.call_sizes import CallSizes
 from cubin_runtime.cli import explain_trtllm_gen
 from cubin_runtime.cli.example_call import Shapes, example_call, example_decision
 from cubin_runtime.cli.explain import explain

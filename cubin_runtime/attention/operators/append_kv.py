@@ -20,6 +20,7 @@ from ...launch.semaphore_workspace import AnyWorkspace
 from ...tensor import TensorView
 from ...values import dataclass
 from ..backends import AUTO
+from ..call_sizes import CallSizes, Explained
 from ..checks import check_shape, token_stride
 from ..fast_path import operator_function
 from ..former_names import takes_former_names
@@ -256,6 +257,13 @@ APPEND_KV = Operator(
     check=_check,
     launches=_launches,
 )
+
+
+def _shape_of(sizes: CallSizes) -> AppendShape:
+    return AppendShape(dtype=sizes.query_dtype(Q_DTYPES), kv_dtype=sizes.dtype_kv, tokens=sizes.all_tokens())
+
+
+EXPLAINED = Explained(APPEND_KV.name, "append", lambda _: True, _shape_of, lambda *values: (select_append(*values),))
 
 
 class AppendKvPlan(StepPlan):

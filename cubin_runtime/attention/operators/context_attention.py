@@ -33,6 +33,7 @@ from ..attention_operator import (
     default_scale,
 )
 from ..backends import AUTO
+from ..call_sizes import MOST, CallSizes, Explained
 from ..checks import check_shape, check_window, integer, listed, token_stride
 from ..fast_path import operator_function
 from ..operator import LENGTHS, Given, OutputForm, TensorArg, shape_of
@@ -40,6 +41,7 @@ from ..paged_cache import (
     E4M3,
     KV_SCALE_TENSORS,
     KV_SCALES,
+    PAGE_SIZES,
     cache_view,
     check_kv_scales,
     check_page_size,
@@ -325,6 +327,42 @@ CONTEXT_ATTENTION = AttentionOperator(
     output=_output,
     capacity=_capacity,
     scale=default_scale,
+)
+
+
+def _shape_of(sizes: CallSizes) -> ContextShape:
+    heads_kv = 8 if sizes.heads_kv is None else sizes.heads_kv
+    sizes.check(MOST, MOST, PAGE_SIZES)
+    if sizes.head_dim not in HEAD_DIMS:
+        raise UsageError(f"head_dim={sizes.head_dim}: expected one of {', '.join(map(str, HEAD_DIMS))}")
+    value_dim = VALUE_DIMS[sizes.head_dim]
+    if sizes.head_dim_v not in (None, value_dim):
+        raise UsageError(f"head_dim_v={sizes.head_dim_v}: expected {value_dim} with head_dim={sizes.head_dim}")
+    if not 1 <= heads_kv <= MOST or sizes.heads_q % heads_kv or sizes.heads_q > MAX_GROUP * heads_kv:
+        raise UsageError(f"heads_q={sizes.heads_q}: expected 1 to {MAX_GROUP} for each of heads_kv={heads_kv}")
+    dtype = sizes.query_dtype(Q_DTYPES)
+    if sizes.dtype_out not in (None, dtype):
+        raise UsageError(f"dtype_out={sizes.dtype_out!r}: expected {dtype}, like the queries")
+    return ContextShape(
+        dtype=dtype,
+        kv_dtype=sizes.dtype_kv,
+        head_dim=sizes.head_dim,
+        group=sizes.heads_q // heads_kv,
+        kv_heads=heads_kv,
+        batch=sizes.batch,
+        tokens=sizes.batch * sizes.q_len if sizes.tokens is None else max(1, sizes.tokens),
+        max_seq_len=sizes.kv_len,
+        soft_cap=sizes.soft_cap,
+        batch_invariant=sizes.batch_invariant,
+    )
+
+
+EXPLAINED = Explained(
+    CONTEXT_ATTENTION.name,
+    "context",
+    lambda _: True,
+    _shape_of,
+    lambda *values: (select_context_attention(*values),),
 )
 
 

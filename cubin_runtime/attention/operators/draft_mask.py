@@ -20,6 +20,7 @@ from ...launch.driver import DeviceFacts
 from ...launch.semaphore_workspace import AnyWorkspace
 from ...values import dataclass
 from ..backends import AUTO
+from ..call_sizes import MOST, CallSizes, Explained
 from ..checks import check_shape, integer, token_stride
 from ..decode_rules import MASK_BITS, MASK_ELEMENTS, mask_words
 from ..fast_path import operator_function
@@ -150,6 +151,18 @@ DRAFT_MASK = Operator(
     launches=_launches,
     output=_output,
     op_options={"max_q_len": "SymInt?"},
+)
+
+
+def _shape_of(sizes: CallSizes) -> DraftMaskShape:
+    for name, most in (("batch", MOST), ("q_len", MAX_QUERIES)):
+        if not 1 <= getattr(sizes, name) <= most:
+            raise UsageError(f"{name}={getattr(sizes, name)}: expected 1 to {most}")
+    return DraftMaskShape(batch=sizes.batch, q_len=sizes.q_len)
+
+
+EXPLAINED = Explained(
+    DRAFT_MASK.name, "draft_mask", lambda _: True, _shape_of, lambda *values: (select_draft_mask(*values),)
 )
 
 

@@ -19,6 +19,7 @@ from ...launch.semaphore_workspace import AnyWorkspace
 from ...tensor import TensorView
 from ...values import dataclass
 from ..backends import AUTO
+from ..call_sizes import CallSizes, Explained
 from ..checks import check_dtype, check_shape
 from ..fast_path import operator_function
 from ..former_names import takes_former_names
@@ -159,6 +160,18 @@ MERGE_STATES = Operator(
     launches=_launches,
     output=_output,
 )
+
+
+def _shape_of(sizes: CallSizes) -> MergeShape:
+    if sizes.heads_q < 1 or sizes.head_dim < 1 or sizes.head_dim % CONSTANTS.merge_values:
+        raise UsageError(
+            f"head_dim={sizes.head_dim}: expected a multiple of {CONSTANTS.merge_values}, of 1 head or more"
+        )
+    tokens = sizes.all_tokens()
+    return MergeShape(dtype=sizes.dtype_q or "bf16", tokens=tokens, heads=sizes.heads_q, head_dim=sizes.head_dim)
+
+
+EXPLAINED = Explained(MERGE_STATES.name, "merge", lambda _: True, _shape_of, lambda *values: (select_merge(*values),))
 
 
 class MergeStatesPlan(StepPlan):

@@ -9,11 +9,19 @@ from ...dtypes import DTYPES
 from ...errors import UsageError
 from ...kernels.native.launches import NativeLaunch
 from ...kernels.native.mla.plan import MlaProblem, mla_launch
-from ...kernels.native.mla.select import MAX_QUERIES, MlaSelection, select_mla_decode
+from ...kernels.native.mla.select import (
+    MAX_HEADS,
+    MAX_QUERIES,
+    PAGE_SIZES,
+    MlaSelection,
+    MlaShape,
+    select_mla_decode,
+)
 from ...launch.driver import DeviceFacts
 from ...launch.semaphore_workspace import AnyWorkspace
 from ..attention_operator import SCALES, AttentionCall, AttentionOperator
 from ..backends import AUTO
+from ..call_sizes import CallSizes, Explained
 from ..decode_rules import (
     GLOBAL_LENS,
     DecodeOptions,
@@ -25,7 +33,7 @@ from ..decode_rules import (
     problem_values,
 )
 from ..fast_path import operator_function
-from ..latent_cache import KV_CACHE, OUT_DTYPES, Q_DTYPES, ROPE, check_cache
+from ..latent_cache import KV_CACHE, LATENTS, OUT_DTYPES, Q_DTYPES, ROPE, check_cache
 from ..operator import Given, OutputForm, TensorArg, shape_of
 from ..paged_cache import check_table
 from ..pipeline import plan_call, run_call, torch_op
@@ -99,6 +107,35 @@ MLA_DECODE = AttentionOperator(
     capacity=lambda call: call.tensors["page_table"].shape[1] * call.tensors["kv_cache"].shape[1],
     scale=_no_default,
     max_queries=MAX_QUERIES,
+)
+
+
+def _shape_of(sizes: CallSizes) -> MlaShape:
+    latent = LATENTS[sizes.head_dim]
+    sizes.check(MAX_QUERIES, MAX_HEADS, PAGE_SIZES)
+    sizes.check_only(f"with head_dim={sizes.head_dim}, which is MLA", head_dim_v=latent, heads_kv=1)
+    if sizes.window:
+        raise UsageError(f"window={sizes.window}: MLA decode sees all keys, expected 0")
+    return MlaShape(
+        dtype=sizes.dtype_kv,
+        q_dtype=sizes.query_dtype(Q_DTYPES),
+        latent=latent,
+        rope=ROPE,
+        heads=sizes.heads_q,
+        batch=sizes.batch,
+        q_len=sizes.q_len,
+        ragged=sizes.tokens is not None,
+        max_seq_len=sizes.kv_len,
+        batch_invariant=sizes.batch_invariant,
+    )
+
+
+EXPLAINED = Explained(
+    MLA_DECODE.name,
+    "decode",
+    lambda sizes: sizes.head_dim in LATENTS,
+    _shape_of,
+    lambda *values: (select_mla_decode(*values),),
 )
 
 

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 
 from ...dtypes import DTYPES
 from ...errors import UsageError
-from ...kernels.native.decode.shape import MAX_QUERIES
+from ...kernels.native.decode.shape import MAX_QUERIES, DecodeShape
 from ...kernels.native.launches import NativeLaunch
 from ...launch.driver import DeviceFacts
 from ...launch.semaphore_workspace import AnyWorkspace
 from ...values import dataclass
 from ..attention_operator import SCALES, AttentionCall, AttentionOperator, default_scale
 from ..backends import AUTO
+from ..call_sizes import MOST, CallSizes, Explained
 from ..checks import check_window
 from ..decode_rules import (
     GLOBAL_LENS,
@@ -32,6 +33,8 @@ from ..paged_cache import (
     E4M3,
     KV_SCALE_TENSORS,
     KV_SCALES,
+    MAX_GROUP,
+    PAGE_SIZES,
     Q_DTYPES,
     cache_arg,
     check_caches,
@@ -46,6 +49,7 @@ from ..runtime import NativeRelease, Runtime
 from ..step_plan import StepPlan
 
 if TYPE_CHECKING:
+    from ...artifacts.tables.native_kernels import NativeKernel
     from ...kernels.native.decode.select import DecodeSelection
     from ...protocols import DecodeBackend, DraftPosition, KvLayout, Stream
     from ...tensor import OutT, QueryT, Scale, Tensor
@@ -103,12 +107,17 @@ def _check(call: AttentionCall) -> None:
         )
 
 
+def _select(kernels: Sequence[NativeKernel], shape: DecodeShape, device: DeviceFacts) -> Sequence[DecodeSelection]:
+    # An import of the package is faster without what chooses kernels.
+    from ...kernels.native.decode.select import select_decode
+
+    return select_decode(kernels, shape, device)
+
+
 def _launches(
     call: AttentionCall, device: DeviceFacts, release: NativeRelease
 ) -> Sequence[NativeLaunch[DecodeSelection]]:
-    # An import of the package is faster without what chooses kernels.
     from ...kernels.native.decode.plan import CacheStrides, DecodeProblem, decode_launches
-    from ...kernels.native.decode.select import select_decode
 
     k, v, options = call.tensors["k_cache"], call.tensors["v_cache"], call.options
     kv_heads, head_dim = k.shape[2:]
@@ -130,7 +139,7 @@ def _launches(
         v_table_offset=value_table_offset(call.tensors["page_table"]),
     )
     shape = problem.shape(ragged=call.ragged, batch_invariant=options.batch_invariant)
-    return decode_launches(select_decode(release.kernels, shape, device), problem, release.file_of)
+    return decode_launches(_select(release.kernels, shape, device), problem, release.file_of)
 
 
 def _output(arguments: Given) -> OutputForm:
@@ -159,6 +168,44 @@ PAGED_DECODE = AttentionOperator(
     scale=default_scale,
     max_queries=MAX_QUERIES,
 )
+
+
+def _shape_of(sizes: CallSizes) -> DecodeShape:
+    heads_q, heads_kv, head_dim = sizes.heads_q, 8 if sizes.heads_kv is None else sizes.heads_kv, sizes.head_dim
+    if sizes.head_dim_v not in (None, head_dim):
+        raise UsageError(f"head_dim_v={sizes.head_dim_v}: expected {head_dim}, like `head_dim`")
+    if not 1 <= heads_kv <= MOST:
+        raise UsageError(f"heads_kv={heads_kv}: expected 1 to {MOST}")
+    sizes.check(MAX_QUERIES, MOST, PAGE_SIZES)
+    if heads_q % heads_kv:
+        raise UsageError(f"heads_q={heads_q}: expected a multiple of heads_kv={heads_kv}")
+    if heads_q > MAX_GROUP * heads_kv:
+        raise UsageError(f"heads_q={heads_q}: expected at most {MAX_GROUP} for each of `heads_kv`")
+    if sizes.window < 0:
+        raise UsageError(f"window={sizes.window}: expected at least 0")
+    return DecodeShape(
+        dtype=sizes.dtype_kv,
+        q_dtype=sizes.query_dtype(Q_DTYPES),
+        head_dim=head_dim,
+        group=heads_q // heads_kv,
+        kv_heads=heads_kv,
+        batch=sizes.batch,
+        q_len=sizes.q_len,
+        tokens=sizes.batch * sizes.q_len if sizes.tokens is None else sizes.tokens,
+        ragged=sizes.tokens is not None,
+        max_seq_len=sizes.kv_len,
+        window_left=sizes.window - 1,
+        batch_invariant=sizes.batch_invariant,
+    )
+
+
+def _takes(sizes: CallSizes) -> bool:
+    from ..latent_cache import LATENTS  # with which MLA decode comes
+
+    return sizes.head_dim not in LATENTS
+
+
+EXPLAINED = Explained(PAGED_DECODE.name, "decode", _takes, _shape_of, _select)
 
 
 class PagedDecodePlan(StepPlan):

@@ -24,6 +24,7 @@ from ...tensor import TensorView
 from ...values import dataclass
 from ..attention_operator import SCALE_TENSORS, SCALES, check_scale_shapes
 from ..backends import AUTO
+from ..call_sizes import CallSizes, Explained
 from ..checks import check_shape
 from ..fast_path import operator_function
 from ..latent_cache import OUT_DTYPES
@@ -231,6 +232,36 @@ SPARSE_MLA_DECODE = Operator(
     check=_check,
     launches=_launches,
     output=_output,
+)
+
+
+# Types of a cache that lists name rows of, by (type, columns) -> the form of its rows.
+_ROWS = {("e4m3", 576): "scaled_e4m3", ("bf16", 576): "bf16", ("bf16", 512): "bf16_nope"}
+
+
+def _shape_of(sizes: CallSizes) -> SparseMlaShape:
+    form = _ROWS.get((sizes.dtype_kv, sizes.head_dim))
+    if form is None:
+        forms = ", ".join(f"{dtype} with {columns}" for dtype, columns in _ROWS)
+        raise UsageError(f"head_dim={sizes.head_dim}: with dtype_kv={sizes.dtype_kv}, expected one of {forms}")
+    if sizes.dtype_q not in (None, "bf16"):
+        raise UsageError(f"dtype_q={sizes.dtype_q!r}: expected bf16")
+    sizes.check_output_dtype("bf16")
+    sizes.check_only("of sparse MLA", head_dim_v=LATENT, heads_kv=1)
+    for name, most in (("heads_q", MAX_HEADS), ("kv_len", MAX_WIDTH)):
+        if not 1 <= getattr(sizes, name) <= most:
+            raise UsageError(f"{name}={getattr(sizes, name)}: expected 1 to {most}")
+    return SparseMlaShape(
+        cache_rows=form,
+        heads=sizes.heads_q,
+        batch=sizes.all_tokens(),
+        width=sizes.kv_len,
+        batch_invariant=sizes.batch_invariant,
+    )
+
+
+EXPLAINED = Explained(
+    SPARSE_MLA_DECODE.name, "sparse_mla", lambda _: True, _shape_of, lambda *values: (select_sparse_mla(*values),)
 )
 
 
