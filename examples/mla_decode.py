@@ -35,7 +35,7 @@ def main(device: Device) -> None:
     (launch,) = plan.launch_plans()
     plan.run(**tensors)
     print(f"kernel    {launch.kernel}")
-    print(f"why       {plan.selection.reason}")
+    print(f"why       {plan.selections[0].reason}")
     print(f"launch    grid {launch.grid}, block {launch.block}, {launch.shared_bytes} bytes of shared memory")
     print(f"workspace {plan.workspace_bytes} bytes")
     if not device.computes:

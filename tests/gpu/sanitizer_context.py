@@ -23,5 +23,5 @@ def context_all(runtime: Runtime) -> set[str]:
         with context_on_device(runtime, case, rng, guard=0) as device:
             device.run()
             device.assert_right()
-            used.add(device.plan.selection.kernel.name)
+            used.add(device.plan.selections[0].kernel.name)
     return used
