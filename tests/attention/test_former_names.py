@@ -15,8 +15,6 @@ from tests.attention.latent_examples import latent_call
 
 FORMER = {"k": "key", "v": "value", "q_cu_seq_lens": "cum_seq_lens", "parts": "v", "part_lses": "s"}
 CALLS = [(append_kv, plan_append_kv, append_call()), (merge_states, plan_merge_states, merge_call())]
-
-
 STRUCTS = {"append_kv": LAYOUTS["AppendKvParams"], "merge_states": LAYOUTS["MergeStatesParams"]}
 
 
