@@ -16,7 +16,6 @@ from ..values import dataclass
 from .backends import AUTO
 from .checks import check_dtype, integer
 from .operator import LENGTHS, CallTensors, Given, Operator, TensorArg
-from .paged_cache import KV_SCALES
 from .plan_cache import shared_bounds
 from .runtime import Runtime
 
@@ -163,11 +162,12 @@ class AttentionOperator(Operator):
         bound = planned.max_seq_len if max_seq_len is None else integer("max_seq_len", max_seq_len)
         if not 0 <= bound <= planned.max_seq_len:
             raise UsageError(f"max_seq_len={bound}: expected 0 to {planned.max_seq_len}, the plan's bound")
-        keys, values = (scales.get(name, 1.0) for name in KV_SCALES)
-        softmax_scale, output_scale = scales["softmax_scale"] * keys, scales["output_scale"] * values
-        for name, number in (("softmax_scale", softmax_scale), ("output_scale", output_scale)):
-            if not isfinite(number):
-                raise UsageError(f"{name}={number}: expected a finite number")
+        softmax_scale = scales["softmax_scale"] * scales.get("k_scale", 1.0)
+        output_scale = scales["output_scale"] * scales.get("v_scale", 1.0)
+        if not isfinite(softmax_scale):
+            raise UsageError(f"softmax_scale={softmax_scale}: expected a finite number")
+        if not isfinite(output_scale):
+            raise UsageError(f"output_scale={output_scale}: expected a finite number")
         return bound, softmax_scale * LOG2_E, output_scale
 
     def options_of_run(self, planned: AttentionOptions, numbers: Sequence[Any]) -> AttentionOptions:

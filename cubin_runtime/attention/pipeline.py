@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from ..protocols import Stream
 
 PlanT = TypeVar("PlanT", bound=StepPlan)
-_BOUND = "max_seq_len"
-_Q_LEN_BOUND = "max_q_len"  # the option that is a size
+_SIZES = ("max_seq_len", "max_q_len")  # options, if an operator has them
+_BOUND, _Q_LEN_BOUND = _SIZES
 # Kinds of options -> those of a torch op's arguments, which may be symbolic.
 _OP_KINDS = {"bool": "bool", "float": "float", "int": "SymInt", "str": "str"}
 _NOT_IN_AN_OP = {"workspace": TORCH_SCRATCH, "stream": None, "runtime": None}
@@ -127,7 +127,9 @@ def run_call(
     operator.with_bounds(named, arguments, rt, handle)
     options = operator.options(**scales, **named)
     shortest, kept = operator.shared_bounds(named.get(_BOUND))
-    family = _family(plan_class, operator, rt, operator.read(arguments, options), options, is_torch(first), kept)
+    fixed = [value for option, value in named.items() if option not in _SIZES]
+    form = (operator.name, kept, *fixed, *[number is None for number in scales.values()])
+    family = _family(plan_class, operator, rt, operator.read(arguments, options), options, form, is_torch(first), kept)
     plan = family.plan(family.tensors, family.max_q_len)
     family.tensors.check_addresses()
     numbers = operator.launch_numbers(plan.options, scales, named.get(_BOUND))
@@ -166,13 +168,11 @@ def _family(
     runtime: Runtime,
     tensors: CallTensors,
     options: Any,
+    form: tuple[object, ...],
     of_torch: bool,
     kept_bound: int,
 ) -> CallFamily:
     """The calls that differ from one in sizes alone, whose plans are from the cache or made now."""
-    forms = [getattr(options, name) for name in operator.option_kinds if name not in (_BOUND, _Q_LEN_BOUND)]
-    left_out = [getattr(options, name) is None for name in operator.scales]
-    form = (operator.name, kept_bound, *forms, *left_out)
     plans, own = runtime.plans, runtime.for_plans  # the runtime may keep the function below
 
     def plan(of: CallTensors, max_q_len: int | None) -> StepPlan:

@@ -148,6 +148,7 @@ def torch_guard(tensors: Sequence[Any], sized: Sequence[bool]) -> Callable[..., 
     """torch's guard of the forms of ``tensors``, which tests them all in one call of C; None where it cannot be had.
 
     Tensors of other classes than torch's own fail it. The first dimension of those that are ``sized`` may be any.
+    DLPack's exchange API reads faster, but shows neither lazily negated tensors nor those that require grad.
     """
     return _guard(tensors, sized) if _guards_work() else None
 
