@@ -16,6 +16,7 @@ OptionCheck = tuple[str, Callable[[str, Any], Any], bool]  # name, what converts
 _PLAIN = (bool, int, float, str, bytes, type(None))
 _LONGEST_TEXT = 80
 _INTEGER_END = 1 << 63
+_LSE_BASES = ("2", "e")
 
 
 def shown(value: object) -> str:
@@ -126,6 +127,12 @@ def check_shape(name: str, view: TensorView | None, *expected: tuple[int, ...]) 
     """Raise ``UsageError`` unless ``view`` is None or has one of the shapes ``expected``."""
     if view is not None and view.shape not in expected:
         raise UsageError(f"{name}: shape {view.shape}, expected {' or '.join(map(str, expected))}")
+
+
+def check_lse_base(value: Any) -> None:
+    """Raise ``UsageError`` unless ``value`` is a base of log-sum-exps."""
+    if value not in _LSE_BASES:
+        raise UsageError(f"lse_base={value!r}: expected {' or '.join(map(repr, _LSE_BASES))}")
 
 
 def check_window(name: str, value: Any) -> None:

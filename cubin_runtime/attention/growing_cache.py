@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from ..dtypes import ITEM_BYTES
 from ..launch.tensormap import TensorMapSpec
 from ..tensor import TensorView, view_of
-from .attention_operator import AttentionCall
 from .fast_path import is_compiling, is_suspended
 from .fast_path.guards import form_guard, is_plain
 from .hook import installed
@@ -215,7 +214,7 @@ def _check(views: Mapping[str, TensorView], window_left: int) -> None:
     """Raise ``UsageError`` for a call that breaks a rule of ``paged_decode``."""
     options = PagedDecodeOptions(max_seq_len=views["k_cache"].shape[1], window_left=window_left)
     arguments = {arg.name: views.get(arg.name) for arg in PAGED_DECODE.tensors}
-    PAGED_DECODE.check(AttentionCall(PAGED_DECODE.read(arguments, options), options))
+    PAGED_DECODE.check(PAGED_DECODE.call(PAGED_DECODE.read(arguments, options), options))
 
 
 def _contiguous(view: TensorView) -> TensorView:

@@ -63,18 +63,14 @@ class TorchMemory:
 
     def lengthened(self, name: str, lengths: Any, by: Any) -> Any:
         """As ``TensorMemory``."""
-        other = next((value for value in (lengths, by) if not isinstance(value, int) and not is_torch(value)), None)
-        if other is not None:
-            raise UsageError(f"{name}: got {type(other).__name__}, expected torch tensors where lengths are added")
+        _check_counts(name, (lengths, by), "where lengths are added")
         if isinstance(by, int):
             return note_made(lengths + by, lambda lengths: lengths + by, (lengths,))
         return note_made(_lengthened(lengths, by), _lengthened, (lengths, by))
 
     def causal(self, name: str, lengths: Any, q_lens: Any, tokens: int) -> Any:
         """As ``TensorMemory``."""
-        other = next((value for value in (lengths, q_lens) if not isinstance(value, int) and not is_torch(value)), None)
-        if other is not None:
-            raise UsageError(f"{name}: got {type(other).__name__}, expected torch tensors to count keys by")
+        _check_counts(name, (lengths, q_lens), "to count keys by")
         if isinstance(q_lens, int):
             make = partial(_causal, q_lens=q_lens)
             return note_made(make(lengths), make, (lengths,))
@@ -144,6 +140,12 @@ def _causal_ragged(lengths: Any, sums: Any, tokens: int) -> Any:
     token = torch.arange(tokens, dtype=torch.int32, device=lengths.device)
     request = torch.searchsorted(sums[1:-1], token, right=True)  # the last one of tokens behind all requests
     return (lengths - sums[1:])[request] + token + 1
+
+
+def _check_counts(name: str, values: tuple[Any, ...], purpose: str) -> None:
+    other = next((value for value in values if not isinstance(value, int) and not is_torch(value)), None)
+    if other is not None:
+        raise UsageError(f"{name}: got {type(other).__name__}, expected torch tensors {purpose}")
 
 
 def _check_torch(tensor: Any, what: str) -> None:

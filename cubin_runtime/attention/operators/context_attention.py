@@ -34,7 +34,7 @@ from ..attention_operator import (
 )
 from ..backends import AUTO
 from ..call_sizes import MOST, CallSizes, Explained
-from ..checks import check_shape, check_window, integer, listed, token_stride
+from ..checks import check_lse_base, check_shape, check_window, integer, listed, token_stride
 from ..fast_path import operator_function
 from ..operator import LENGTHS, Given, OutputForm, TensorArg, shape_of
 from ..paged_cache import (
@@ -59,7 +59,6 @@ if TYPE_CHECKING:
     from ...tensor import OutT, QueryT, Scale, Tensor
 
 DTYPES_16 = ("bfloat16", "float16")
-LSE_BASES = ("2", "e")
 _KV_DTYPES = (*DTYPES_16, E4M3)
 _SAME = {dtype: (dtype,) for dtype in _KV_DTYPES}
 Q_DTYPES = {**{dtype: (dtype,) for dtype in DTYPES_16}, E4M3: DTYPES_16}
@@ -231,8 +230,7 @@ def _check_options(call: AttentionCall) -> None:
         check_window(name, getattr(options, name))
     if options.causal and options.window_right > 0:
         raise UsageError(f"window_right={options.window_right}: expected -1 or 0 with causal=True")
-    if options.lse_base not in LSE_BASES:
-        raise UsageError(f"lse_base={options.lse_base!r}: expected '2' or 'e'")
+    check_lse_base(options.lse_base)
     if float32_number("logit_soft_cap", options.logit_soft_cap) < 0:
         raise UsageError(f"logit_soft_cap={options.logit_soft_cap}: expected 0 (none) or more")
 

@@ -20,7 +20,7 @@ from ...tensor import TensorView
 from ...values import dataclass
 from ..backends import AUTO
 from ..call_sizes import CallSizes, Explained
-from ..checks import check_dtype, check_shape
+from ..checks import check_dtype, check_lse_base, check_shape
 from ..fast_path import operator_function
 from ..former_names import takes_former_names
 from ..operator import Call, Given, Operator, OutputForm, TensorArg, shape_of
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from ...tensor import OutT, QueryT, Tensor
 
 DTYPES_OF_V = ("bfloat16", "float16", "float32")
-LSE_BASES = ("2", "e")
 MAX_HEAD_DIM = 4096
 _MAX_ROWS = 1 << 31
 
@@ -86,8 +85,7 @@ def _check(call: Call) -> None:
         )
     if tokens * heads >= _MAX_ROWS:
         raise UsageError(f"parts: {tokens} tokens of {heads} heads, expected fewer than {_MAX_ROWS} rows")
-    if call.options.lse_base not in LSE_BASES:
-        raise UsageError(f"lse_base={call.options.lse_base!r}: expected {' or '.join(map(repr, LSE_BASES))}")
+    check_lse_base(call.options.lse_base)
     other, its_lse = tensors.get("other"), tensors.get("other_lse")
     if (other is None) != (its_lse is None):
         raise UsageError(f"other_lse: {'None' if its_lse is None else 'given'}, expected exactly when other is given")

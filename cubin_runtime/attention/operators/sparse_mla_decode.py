@@ -25,14 +25,13 @@ from ...values import dataclass
 from ..attention_operator import SCALE_TENSORS, SCALES, check_scale_shapes
 from ..backends import AUTO
 from ..call_sizes import CallSizes, Explained
-from ..checks import check_shape
+from ..checks import check_lse_base, check_shape
 from ..fast_path import operator_function
 from ..latent_cache import OUT_DTYPES
 from ..operator import Call, Given, Operator, OutputForm, TensorArg, shape_of
 from ..pipeline import plan_call, run_call, torch_op
 from ..runtime import NativeRelease, Runtime
 from ..step_plan import StepPlan
-from .merge_states import LSE_BASES
 
 if TYPE_CHECKING:
     from ...protocols import DecodeBackend, LseBase, Stream
@@ -160,8 +159,7 @@ def _check(call: Call) -> None:
     check_scale_shapes(tensors)
     if options.softmax_scale is None and tensors.get("softmax_scale") is None:
         raise UsageError("softmax_scale: None, expected a number or a float32 CUDA tensor of one element")
-    if options.lse_base not in LSE_BASES:
-        raise UsageError(f"lse_base={options.lse_base!r}: expected {' or '.join(map(repr, LSE_BASES))}")
+    check_lse_base(options.lse_base)
     tensors.check_devices()
     tensors.check_memory()
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ...attention.backends import XQA
 from ...attention.fast_path import operator_function
 from ...attention.operators.paged_decode import paged_decode
+from ...attention.paged_cache import E4M3
 from ...attention.trtllm_gen import DecodeCall
 from ...errors import UsageError
 from ...tensor import view_of
@@ -16,7 +17,7 @@ from .context_parallel import options_of_rank
 from .layouts import cache_pair, cache_pair_by_head, nested_tokens
 from .lengths import batch_of, lengths_of, query_lengths
 from .native import check_skip_factor, decode_batch, page_table_of
-from .outputs import E4M3, is_fp4, output_of
+from .outputs import is_fp4, output_of
 from .scales import factor_of, times
 from .torch_ops import torch_op
 from .trtllm_gen import pages, run_call

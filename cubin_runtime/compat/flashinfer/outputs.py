@@ -7,6 +7,7 @@ from math import prod
 from typing import Any
 
 from ...attention.checks import integer, shown
+from ...attention.paged_cache import E4M3
 from ...attention.trtllm_gen import OutScales
 from ...dtypes import ITEM_BYTES, is_dtype
 from ...errors import UsageError
@@ -15,7 +16,6 @@ from ...values import dataclass
 from .arguments import BatchArguments
 
 NVFP4 = "nvfp4"
-E4M3 = "float8_e4m3fn"
 _SCALE_BLOCK = 16  # elements that share a block scale
 _SCALE_ROWS, _SCALE_COLUMNS = 128, 4
 

@@ -6,6 +6,7 @@ import math
 from numbers import Real
 from typing import Any
 
+from ...attention.paged_cache import E4M3
 from ...attention.runtime import Runtime
 from ...attention.scales import ScaleProduct, float32_number
 from ...attention.trtllm_gen import Scale
@@ -14,7 +15,6 @@ from ...errors import UsageError
 from ...provenance import ArgumentNumber
 from ...tensor import TensorView, view_of
 from .arguments import BatchArguments, XqaArguments
-from .outputs import E4M3
 
 LOG2_E = math.log2(math.e)
 
