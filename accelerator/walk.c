@@ -212,7 +212,11 @@ static int read_addresses(const Walk *self, Call *call) {
   for (int i = 0; i < self->tensors; i++) {
     const Row *row = &self->row[i];
     if (!row->counts) continue;
-    if (read_word(self->data_ptr, call->tensors[i], &call->addresses[i]) == FAILED) return FAILED;
+    if (read_word(self->data_ptr, call->tensors[i], &call->addresses[i]) == FAILED) {
+      if (!PyErr_ExceptionMatches(PyExc_RuntimeError)) return FAILED;
+      PyErr_Clear();  // torch's: a tensor of a function transform, as vmap's, has no storage
+      return UNLIKE;
+    }
     if (!call->addresses[i] || (call->addresses[i] & row->mask) != row->rest) return UNLIKE;
     if (row->keyed) call->key.addresses[next++] = call->addresses[i];
   }

@@ -207,7 +207,10 @@ class Form:
         tensors = [slots[slot] for slot in self._slots]
         if not self._forms.are_of(tensors):
             return None
-        addresses = self._addresses(tensors)
+        try:
+            addresses = self._addresses(tensors)
+        except RuntimeError:  # of torch: a tensor of a function transform, as vmap's, has no storage
+            return None
         if addresses is None or (self._compared and not self._are_related(addresses)):
             return None
         return Frame(slots, tensors, addresses)

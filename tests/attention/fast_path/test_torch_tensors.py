@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
 from collections.abc import Callable
 from typing import Any
 from weakref import ref
@@ -403,7 +402,7 @@ def test_each_graph_that_torch_captures_has_scratch_of_its_own(
 
     monkeypatch.setattr(pipeline, "torch_bytes", torch_bytes)
     if of_any_size:
-        monkeypatch.setattr(sys.modules[operator_function.__module__], "FULL_RUNS", 1 << 30)
+        monkeypatch.setattr(operator_function, "FULL_RUNS", 1 << 30)
         for tokens in (3, 4, 2, 2, 2):
             paged_decode(**ragged(tokens), max_seq_len=256, max_q_len=4, runtime=runtime)
         assert [len(paths.entries) for paths in runtime.family_paths.values()] == [1]
@@ -444,3 +443,35 @@ def test_tensors_and_plans_are_gone_when_they_are_dropped(runtime: Runtime, face
         assert [reference() for reference in gone if reference() is not None] == []
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("transform", ["vmap", "grad", "functionalize"])
+@pytest.mark.parametrize("name", ["paged_decode", "calls of any size", "xqa_batch", "plan.run"])
+def test_a_tensor_of_a_function_transform_is_refused_after_calls_like_it_too(
+    runtime: Runtime, standin: StandIn, name: str, transform: str
+) -> None:
+    own, compat = given(), flashinfer_s()
+    plan, out = plan_paged_decode(**own, max_seq_len=256, runtime=runtime), own.pop("out")
+
+    def call(q: Any) -> Any:
+        if name == "xqa_batch":
+            return flashinfer.xqa_batch_decode_with_kv_cache(**{**compat, "query": q})
+        return plan.run(**{**own, "q": q, "out": out}) if name == "plan.run" else sized(q)
+
+    def sized(q: Any) -> Any:
+        requests = len(q)
+        rows = {name: own[name][:requests] for name in ("page_table", "seq_lens")}
+        return paged_decode(**{**own, **rows, "q": q}, max_seq_len=256, runtime=runtime)
+
+    for requests in (2, 1, 2, 2, 2) if name == "calls of any size" else (2, 2, 2, 2):
+        call(own["q"][:requests])
+    transforms = {
+        "vmap": lambda: torch.vmap(call)(own["q"].unsqueeze(0)),
+        "grad": lambda: torch.func.grad(lambda q: call(q).sum())(own["q"]),
+        "functionalize": lambda: torch.func.functionalize(call)(own["q"]),
+    }
+    before = len(sent(standin))
+    with pytest.raises((RuntimeError, UsageError)) as refused:
+        transforms[transform]()
+    assert not str(refused.value).startswith("Cannot access data pointer")  # which names no argument
+    assert len(sent(standin)) == before
