@@ -93,23 +93,31 @@ def test_a_module_compiles_and_exports_with_the_op_in_it(t: Tensors) -> None:
     assert torch.equal(exported.module()(*given), Attention()(*given))
 
 
-def op_arguments(t: Tensors) -> dict[str, tuple[Any, ...]]:
-    decode = (t.q, t.k, t.v, t.table, t.lens, t.out, None, None, None, None, 0.1, None, 1.0, *[None] * 6, BOUND)
+def op_arguments(t: Tensors) -> dict[str, dict[str, Any]]:
+    shared = {"page_table": t.table, "seq_lens": t.lens, "max_seq_len": BOUND, "softmax_scale": 0.1}
+    ranks = {"cp_world": 1, "cp_rank": 0, "cp_interleave": 1}
+    decode = {**shared, **ranks, "batch_invariant": False, "backend": "auto", "enable_pdl": False}
+    layout = {"kv_layout": "NHD", "window_left": -1, "draft_position": "depth"}
     out = torch.empty(2, 16, 512, device="cuda", dtype=torch.bfloat16)
-    mla = (t.lq, t.latent, t.table, t.lens, out, None, None, None, None, 0.1, None, 1.0, None, None, BOUND)
-    batch = (t.q, [t.k, t.v], t.table, t.lens, BOUND, 0.1, None, 1.0, None, -1, t.out, None, "NHD", None, 1, 1.0)
     return {
-        "paged_decode": (*decode, "NHD", None, -1, "depth", False, "auto", False, 1, 0, 1),
-        "mla_decode": (*mla, None, False, "auto", False, 1, 0, 1),
-        "flashinfer_xqa_batch_decode_with_kv_cache": (*batch, None, None, False),
+        "paged_decode": {**decode, **layout, "q": t.q, "k_cache": t.k, "v_cache": t.v, "out": t.out},
+        "mla_decode": {**decode, "q": t.lq, "kv_cache": t.latent, "out": out},
     }
 
 
-@pytest.mark.parametrize("name", ["paged_decode", "mla_decode", "flashinfer_xqa_batch_decode_with_kv_cache"])
+@pytest.mark.parametrize("name", ["paged_decode", "mla_decode"])
 def test_torch_finds_nothing_wrong_with_the_op(t: Tensors, name: str) -> None:
-    torch.compiler.is_compiling()
     paged_decode(t.q, t.k, t.v, t.table, t.lens, max_seq_len=BOUND)  # ops are defined at the first call
-    torch.library.opcheck(getattr(torch.ops.cubin_runtime, name).default, op_arguments(t)[name])
+    op, given = getattr(torch.ops.cubin_runtime, name).default, op_arguments(t)[name]
+    assert given.keys() <= {argument.name for argument in op._schema.arguments}
+    torch.library.opcheck(op, tuple(given.get(argument.name) for argument in op._schema.arguments))
+
+
+def test_torch_finds_nothing_wrong_with_the_op_of_flashinfer_s_name(t: Tensors) -> None:
+    flashinfer.xqa_batch_decode_with_kv_cache(t.q, (t.k, t.v), t.buffer, t.table, t.lens, BOUND)
+    given = (t.q, [t.k, t.v], t.table, t.lens, BOUND, 0.1, None, 1.0, None, -1, t.out, None, "NHD", None, 1, 1.0)
+    op = torch.ops.cubin_runtime.flashinfer_xqa_batch_decode_with_kv_cache.default
+    torch.library.opcheck(op, (*given, None, None, False))
 
 
 def test_fake_tensors_go_through_the_op(t: Tensors) -> None:
