@@ -165,7 +165,10 @@ Files = dict[tuple[str, ...], Path]
 
 
 def imports_between_files(name: tuple[str, ...], files: Files, *, typing: bool) -> set[tuple[str, ...]]:
-    """The modules among ``files`` that one imports, in functions too; ``typing``: and for type checkers alone."""
+    """The modules among ``files`` that one imports, in functions too; ``typing``: and for type checkers alone.
+
+    A module comes with the packages around it, but for those that the importing file is in itself.
+    """
     file = files[name]
     package = name if file.name == "__init__.py" else name[:-1]
     tree = ast.parse(file.read_text())
@@ -177,7 +180,9 @@ def imports_between_files(name: tuple[str, ...], files: Files, *, typing: bool) 
             base = (*package[: len(package) - node.level + 1], *(node.module.split(".") if node.module else ()))
             for alias in node.names:
                 imported.add((*base, alias.name) if (*base, alias.name) in files else base)
-    return imported & files.keys() - {name}
+    around = {parts[:length] for parts in imported for length in range(1, len(parts))}
+    own = {package[:length] for length in range(1, len(package) + 1)}
+    return (imported | around - own) & files.keys() - {name}
 
 
 def is_for_type_checkers(node: ast.AST) -> bool:

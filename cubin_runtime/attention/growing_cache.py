@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from ..dtypes import ITEM_BYTES
 from ..launch.tensormap import TensorMapSpec
 from ..tensor import TensorView, view_of
-from .fast_path import is_compiling, is_suspended
 from .fast_path.guards import form_guard, is_plain
+from .fast_path.operator_function import is_compiling, is_suspended
 from .hook import installed
 from .operators.paged_decode import PAGED_DECODE, PagedDecodeOptions, plan_paged_decode
 from .paged_cache import has_decode_kernel, strides_of

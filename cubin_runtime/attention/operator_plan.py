@@ -20,7 +20,7 @@ from ..launch.streams import stream_handle
 from ..launch.structs import FieldRow
 from ..launch.workspace import Workspace
 from ..launch.workspace_pool import WorkspacePool, context_of_launch
-from .fast_path import FastPaths, Launched, Scratch
+from .fast_path.notes import FastPaths, Launched, Scratch
 from .hook import Run, installed
 from .operator import CallTensors, Given, Operator
 from .region_places import RegionPlaces

@@ -15,7 +15,7 @@ from ..values import dataclass
 from .backends import check_device_facts, resolve_backend
 from .checks import check_options
 from .described_tensors import describe_tensors
-from .fast_path import Launched, note_launch, note_unrepeatable
+from .fast_path.notes import Launched, note_launch, note_unrepeatable
 from .memory import TensorMemory
 from .operator import CallTensors, Operator, OutputForm
 from .process import runtime_of

@@ -11,8 +11,9 @@ from ..errors import UsageError, WorkspaceError
 from ..launch.buffers import EagerClaim
 from ..launch.semaphore_workspace import AnyWorkspace, check_workspace
 from ..launch.workspace import Workspace
-from .fast_path import note_launch, suspendable
 from .fast_path.guards import KnownForms, guarded
+from .fast_path.notes import note_launch
+from .fast_path.operator_function import suspendable
 from .fast_path.path import BoundPlace, Path
 from .fast_path.paths import Binding, new_paths
 from .fast_path.table import Address, CallTable, Constant, TensorRow

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from ..attention import hook
-from ..attention.fast_path import suspend
+from ..attention.fast_path.operator_function import suspend
 from ..attention.hook import Run
 
 _lock = threading.RLock()

@@ -27,7 +27,8 @@ from cubin_runtime.attention import (
     plan_sparse_mla_decode,
     sparse_mla_decode,
 )
-from cubin_runtime.attention.fast_path import note_made, suspend
+from cubin_runtime.attention.fast_path.notes import note_made
+from cubin_runtime.attention.fast_path.operator_function import suspend
 from cubin_runtime.compat import flashinfer
 from cubin_runtime.dtypes import ITEM_BYTES
 from cubin_runtime.errors import CubinRuntimeError

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from cubin_runtime.attention import Runtime, TensorView, paged_decode
-from cubin_runtime.attention.fast_path import full_path
+from cubin_runtime.attention.fast_path.operator_function import full_path
 from cubin_runtime.attention.operators.paged_decode import PAGED_DECODE
 from cubin_runtime.errors import UsageError
 from cubin_runtime.kernels.native.decode.params import PAGED_DECODE_TMA

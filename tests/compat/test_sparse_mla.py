@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -39,7 +38,7 @@ def full_calls(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """The calls that take the full path, of which the first of a form is the only one."""
     taken: list[object] = []
     plain = sparse_mla.launch_batch
-    monkeypatch.setattr(sys.modules[operator_function.__module__], "FULL_RUNS", 1)
+    monkeypatch.setattr(operator_function, "FULL_RUNS", 1)
     monkeypatch.setattr(sparse_mla, "launch_batch", lambda *given, **more: (taken.append(given), plain(*given, **more)))
     return taken
 

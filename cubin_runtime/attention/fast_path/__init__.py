@@ -6,30 +6,3 @@ what must hold for options and tensors (``guards``), and where each value of the
 table, in Python or by the accelerator in C; one of ``any_size`` is for calls that differ in sizes alone.
 ``operator_function`` tries an operator's ``paths`` before the full path, the only source of plans and of errors.
 """
-
-from .notes import FastPaths, Launched, Scratch, note_bounds, note_compared, note_launch, note_made, note_unrepeatable
-from .operator_function import (
-    full_path,
-    is_compiling,
-    is_suspended,
-    operator_function,
-    suspend,
-    suspendable,
-)
-
-__all__ = [
-    "FastPaths",
-    "Launched",
-    "Scratch",
-    "full_path",
-    "is_compiling",
-    "is_suspended",
-    "note_bounds",
-    "note_compared",
-    "note_launch",
-    "note_made",
-    "note_unrepeatable",
-    "operator_function",
-    "suspend",
-    "suspendable",
-]

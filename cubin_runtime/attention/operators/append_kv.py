@@ -22,7 +22,7 @@ from ...values import dataclass
 from ..backends import AUTO
 from ..call_sizes import CallSizes, Explained
 from ..checks import check_shape, token_stride
-from ..fast_path import operator_function
+from ..fast_path.operator_function import operator_function
 from ..former_names import takes_former_names
 from ..operator import LENGTHS, Call, Operator, TensorArg
 from ..paged_cache import KV_SCALE_TENSORS, KV_SCALES, Q_DTYPES, cache_view, scale_strides

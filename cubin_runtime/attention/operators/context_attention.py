@@ -35,7 +35,7 @@ from ..attention_operator import (
 from ..backends import AUTO
 from ..call_sizes import MOST, CallSizes, Explained
 from ..checks import check_lse_base, check_shape, check_window, integer, listed, token_stride
-from ..fast_path import operator_function
+from ..fast_path.operator_function import operator_function
 from ..operator import LENGTHS, Given, OutputForm, TensorArg, shape_of
 from ..paged_cache import (
     E4M3,

@@ -23,7 +23,7 @@ from ..backends import AUTO
 from ..call_sizes import MOST, CallSizes, Explained
 from ..checks import check_shape, integer, token_stride
 from ..decode_rules import MASK_BITS, MASK_ELEMENTS, mask_words
-from ..fast_path import operator_function
+from ..fast_path.operator_function import operator_function
 from ..host_draft_masks import is_on_host, pack_on_host
 from ..operator import LENGTHS, Call, Given, Operator, OutputForm, TensorArg, shape_of
 from ..pipeline import plan_call, run_call, torch_op

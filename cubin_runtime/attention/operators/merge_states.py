@@ -21,7 +21,7 @@ from ...values import dataclass
 from ..backends import AUTO
 from ..call_sizes import CallSizes, Explained
 from ..checks import check_dtype, check_lse_base, check_shape
-from ..fast_path import operator_function
+from ..fast_path.operator_function import operator_function
 from ..former_names import takes_former_names
 from ..operator import Call, Given, Operator, OutputForm, TensorArg, shape_of
 from ..pipeline import plan_call, run_call, torch_op

@@ -32,7 +32,7 @@ from ..decode_rules import (
     decode_tensors,
     problem_values,
 )
-from ..fast_path import operator_function
+from ..fast_path.operator_function import operator_function
 from ..latent_cache import KV_CACHE, LATENTS, OUT_DTYPES, Q_DTYPES, ROPE, check_cache
 from ..operator import Given, OutputForm, TensorArg, shape_of
 from ..paged_cache import check_table

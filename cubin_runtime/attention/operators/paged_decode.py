@@ -27,7 +27,7 @@ from ..decode_rules import (
     decode_tensors,
     problem_values,
 )
-from ..fast_path import operator_function
+from ..fast_path.operator_function import operator_function
 from ..operator import Given, OutputForm, TensorArg, dtype_of, shape_of
 from ..paged_cache import (
     E4M3,

@@ -26,7 +26,7 @@ from ..attention_operator import SCALE_TENSORS, SCALES, check_scale_shapes
 from ..backends import AUTO
 from ..call_sizes import CallSizes, Explained
 from ..checks import check_lse_base, check_shape
-from ..fast_path import operator_function
+from ..fast_path.operator_function import operator_function
 from ..latent_cache import OUT_DTYPES
 from ..operator import Call, Given, Operator, OutputForm, TensorArg, shape_of
 from ..pipeline import plan_call, run_call, torch_op

@@ -14,7 +14,7 @@ from ...launch.modules import KernelRequest, PreloadReport
 from ...launch.streams import stream_handle
 from ...tensor import TensorView, view_of
 from ..backends import AUTO, TRTLLM_GEN, resolve_backend
-from ..fast_path import Launched, note_launch
+from ..fast_path.notes import Launched, note_launch
 from ..hook import Run, installed
 from ..process import default_runtime
 from ..runtime import Runtime

@@ -19,7 +19,7 @@ from ...kernels.trtllm_gen.workspace_layout import ALIGNMENT, stats_bytes
 from ...launch.modules import KernelRequest
 from ...launch.plan import LaunchAttributes, LaunchPlan, launch_config
 from ...launch.prepared import OtherContextError, PreparedLaunches
-from ..fast_path import Launched, note_compared
+from ..fast_path.notes import Launched, note_compared
 from ..runtime import PlanRuntime
 from ..user_frame import stacklevel_of_user
 from .plan_key import bounds_of

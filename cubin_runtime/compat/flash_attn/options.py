@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from ...attention.checks import OptionCheck, check_options, integer, option_checks, shown
-from ...attention.fast_path import is_compiling
+from ...attention.fast_path.operator_function import is_compiling
 from ...errors import UsageError
 from .tensors import in_float32
 

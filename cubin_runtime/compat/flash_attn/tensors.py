@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ...attention.fast_path import is_compiling
+from ...attention.fast_path.operator_function import is_compiling
 from ...attention.process import default_runtime
 from ...errors import UsageError
 from ...tensor import view_of

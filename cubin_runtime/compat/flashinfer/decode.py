@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...attention.backends import XQA
-from ...attention.fast_path import operator_function
+from ...attention.fast_path.operator_function import operator_function
 from ...attention.operators.paged_decode import paged_decode
 from ...attention.paged_cache import E4M3
 from ...attention.trtllm_gen import DecodeCall

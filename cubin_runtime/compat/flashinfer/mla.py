@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...attention.backends import XQA
-from ...attention.fast_path import operator_function
+from ...attention.fast_path.operator_function import operator_function
 from ...attention.operators.mla_decode import mla_decode
 from ...attention.trtllm_gen import DecodeCall
 from ...attention.trtllm_gen.checks import check_vector

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...attention.backends import NATIVE
 from ...attention.checks import integer, shown
-from ...attention.fast_path import operator_function
+from ...attention.fast_path.operator_function import operator_function
 from ...attention.trtllm_gen import ContextCall, RaggedCall, Sage
 from ...errors import UsageError
 from ...tensor import view_of

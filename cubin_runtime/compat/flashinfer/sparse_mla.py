@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...attention.fast_path import note_bounds
+from ...attention.fast_path.notes import note_bounds
 from ...attention.operators.sparse_mla_decode import sparse_mla_decode
 from ...attention.trtllm_gen.checks import check_vector
 from ...errors import UsageError

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from ...attention.attention_operator import default_scale
 from ...attention.backends import XQA
 from ...attention.checks import check_dtype
-from ...attention.fast_path import note_compared, operator_function
+from ...attention.fast_path.notes import note_compared
+from ...attention.fast_path.operator_function import operator_function
 from ...attention.operators.mla_decode import mla_decode
 from ...attention.operators.paged_decode import paged_decode
 from ...errors import UsageError

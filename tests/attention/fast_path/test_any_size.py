@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -16,13 +15,11 @@ from cubin_runtime.testing import StandIn
 from tests.attention.any_size_calls import BUFFERS, OPERATORS, calls_of
 from tests.attention.fast_path_calls import Call, Caller, FullPaths, others_of
 
-operator_function_module = sys.modules[operator_function.__module__]
-
 
 @pytest.fixture(autouse=True)
 def _no_path_for_one_form(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the paths here are those for all sizes."""
-    monkeypatch.setattr(operator_function_module, "FULL_RUNS", 1 << 30)
+    monkeypatch.setattr(operator_function, "FULL_RUNS", 1 << 30)
 
 
 @pytest.fixture(params=OPERATORS)

@@ -14,8 +14,6 @@ from cubin_runtime.attention.fast_path import any_size, operator_function
 from tests.attention.any_size_calls import OPERATORS, calls_of
 from tests.attention.fast_path_calls import ON_SM90, Call, Caller
 
-operator_function_module = sys.modules[operator_function.__module__]
-
 THREADS, ROUNDS = 8, 50
 FIRST, STEP = 0x1111_0000_0000, 1 << 36
 CASES = ["paged_decode", "mla_decode", "plan.run", "mla plan.run", "trtllm_batch_decode", "plain xqa"]
@@ -50,7 +48,7 @@ def test_every_launch_has_the_parameters_of_one_call(caller: Caller, name: str) 
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_every_launch_has_the_sizes_of_one_call(caller: Caller, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operator_function_module, "FULL_RUNS", 1 << 30)
+    monkeypatch.setattr(operator_function, "FULL_RUNS", 1 << 30)
     monkeypatch.setattr(any_size, "_MOST_SIZES", THREADS // 2)
     check_threads(caller, calls_of(name, caller.memory, caller.runtime, THREADS))
 
