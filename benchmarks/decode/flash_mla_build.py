@@ -1,4 +1,4 @@
-"""FlashMLA's dense decode as a shared library, from its sources; needs nvcc and neither torch nor a GPU.
+"""FlashMLA's dense and sparse decodes as a shared library, from its sources; needs nvcc and neither torch nor a GPU.
 
 Run: ``python benchmarks/decode/flash_mla_build.py SOURCES LIBRARY``. SOURCES is a clone with its submodule, or an
 extracted copy that says its commit in a file COMMIT and has the headers of CUTLASS in ``csrc/cutlass``.
@@ -17,10 +17,12 @@ _SOURCES = (
     "smxx/decode/get_decoding_sched_meta/get_decoding_sched_meta.cu",
     "smxx/decode/combine/combine.cu",
     "sm90/decode/dense/instantiations/bf16.cu",
+    "sm90/decode/sparse_fp8/instantiations/v32_persistent_h64.cu",
+    "sm90/decode/sparse_fp8/instantiations/v32_persistent_h128.cu",
 )
 _INCLUDES = ("", "kerutils/include", "sm90", "cutlass/include", "cutlass/tools/util/include")
 _FLAGS = (
-    *("-shared", "-O3", "-std=c++20", "-Xcompiler", "-fPIC", "-DNDEBUG", "-D_USE_MATH_DEFINES"),
+    *("-shared", "-O3", "-std=c++20", "-Xcompiler", "-fPIC", "-Xlinker", "-s", "-DNDEBUG", "-D_USE_MATH_DEFINES"),
     *("-DFLASH_MLA_DISABLE_FP16", "--expt-relaxed-constexpr", "--expt-extended-lambda", "--use_fast_math"),
     *("--ptxas-options=--register-usage-level=10", "-gencode", "arch=compute_90a,code=sm_90a", "--threads", "4"),
 )

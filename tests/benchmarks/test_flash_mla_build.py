@@ -17,6 +17,8 @@ def test_the_library_is_of_the_launcher_and_the_kernels_and_states_the_commit(tm
         "get_decoding_sched_meta.cu",
         "combine.cu",
         "bf16.cu",
+        "v32_persistent_h64.cu",
+        "v32_persistent_h128.cu",
     ]
 
 
