@@ -14,14 +14,17 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from collections.abc import Callable
+from ctypes import CDLL
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from decode import flash_mla
 from decode.measuring import reading
-from decode.mla_cases import mla_cases
-from decode.mla_measuring import MlaBench, MlaMaker, MlaProblem, fa3_of
+from decode.mla_cases import MlaCase, mla_cases
+from decode.mla_measuring import MlaBench, MlaMaker, fa3_of
 from decode.mla_page import SCHEMA
 from decode.peers import describe
 from decode.problem import Pool
@@ -41,10 +44,26 @@ HIDDEN = 7168
 REP_MS = 60
 
 
-def options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+@dataclass(frozen=True, slots=True)
+class Benchmark:
+    """What a script measures: the name of its JSON, the question that this answers, the peers, cases, and tensors."""
+
+    name: str
+    question: str
+    peers: str
+    cases: Callable[[bool], list[MlaCase]]
+    bench: type[MlaBench]
+    pool: type[Pool]
+    flashmla: Callable[[CDLL], MlaMaker]
+
+
+MLA = Benchmark("mla", "MLA decode beside the peers", "fa3,flashmla", mla_cases, MlaBench, Pool, flash_mla.maker)
+
+
+def options(benchmark: Benchmark) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=benchmark.question)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--peers", default="fa3,flashmla", help="whom to measure beside; empty: nobody")
+    parser.add_argument("--peers", default=benchmark.peers, help="whom to measure beside; empty: nobody")
     parser.add_argument("--flashmla", type=Path, help="the library of decode/flash_mla_build.py")
     parser.add_argument("--rep", type=float, default=REP_MS, help="ms of device time for one median (%(default)s)")
     parser.add_argument("--rounds", type=int, default=Method().rounds, help="of a sequence (%(default)s)")
@@ -52,11 +71,13 @@ def options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def peers_of(chosen: argparse.Namespace, pool: Pool) -> tuple[dict[str, MlaMaker], dict[str, Any]]:
+def peers_of(
+    benchmark: Benchmark, chosen: argparse.Namespace, pool: Pool
+) -> tuple[dict[str, MlaMaker], dict[str, Any]]:
     """The peers, compiled by planning with them, and how that went; a failure is a result."""
     makers: dict[str, MlaMaker] = {}
     report: dict[str, Any] = {}
-    problem = MlaProblem(next(case for case in mla_cases() if case.peer), pool)
+    problem = benchmark.bench.problem_type(next(case for case in benchmark.cases(True) if case.peer), pool)
     for name in filter(None, chosen.peers.split(",")):
         began = time.perf_counter()
         report[name] = {}
@@ -64,7 +85,7 @@ def peers_of(chosen: argparse.Namespace, pool: Pool) -> tuple[dict[str, MlaMaker
             if name == "flashmla":
                 library = flash_mla.load(chosen.flashmla)
                 report[name] = {"commit": flash_mla.commit_of(library)}
-            make = fa3_of if name == "fa3" else flash_mla.maker(library)
+            make = fa3_of if name == "fa3" else benchmark.flashmla(library)
             make(problem)[0]()
             torch.cuda.synchronize()
             makers[name] = make
@@ -75,7 +96,12 @@ def peers_of(chosen: argparse.Namespace, pool: Pool) -> tuple[dict[str, MlaMaker
 
 
 def measure(
-    chosen: argparse.Namespace, runtime: Runtime, pool: Pool, peers: dict[str, MlaMaker], result: dict[str, Any]
+    benchmark: Benchmark,
+    chosen: argparse.Namespace,
+    runtime: Runtime,
+    pool: Pool,
+    peers: dict[str, MlaMaker],
+    result: dict[str, Any],
 ) -> None:
     """Fill ``result`` with the ceilings and, as they come, the rows; each row is written and printed too."""
     began = time.perf_counter()
@@ -85,38 +111,38 @@ def measure(
         reads, method = StreamingReads(runtime, memory.data_ptr()), Method(**result["method"])
         read = result["read"] = reading(reads, pool, "bf16", READ_BYTES, method)
         print(f"read {read['tb_per_s']:.3f} TB/s, matrix product {matrix:.0f} TFLOP/s", flush=True)
-        bench = MlaBench(runtime, pool, reads, read["tb_per_s"], matrix, chosen.rep, method)
-        for case in mla_cases(bool(peers)):
+        bench = benchmark.bench(runtime, pool, reads, read["tb_per_s"], matrix, chosen.rep, method)
+        for case in benchmark.cases(bool(peers)):
             before = len(clock.samples)
             row = bench.row(case, peers)
             row["sm_mhz"] = clock.summary(before).get("median") or (clock.samples[-1] if clock.samples else None)
             result["rows"].append(row)
             result |= {"sm_clock_mhz": clock.summary(), "bars": tally(result["rows"])}
             result["seconds"] = round(time.perf_counter() - began, 1)
-            keep(result, chosen.out / "mla.json")
+            keep(result, chosen.out / f"{benchmark.name}.json")
             print(line_of(row), flush=True)
 
 
-def main() -> int:
-    """Measure all cases and write ``mla.json``; 1 if a call of ours failed or an output differs from a peer's."""
-    chosen = options()
+def run(benchmark: Benchmark) -> int:
+    """Measure all cases and write the JSON; 1 if a call of ours failed or an output differs from a peer's."""
+    chosen = options(benchmark)
     torch.manual_seed(0)
-    pool = Pool(POOL_BYTES)
-    peers, compiled = peers_of(chosen, pool)
+    pool = benchmark.pool(POOL_BYTES)
+    peers, compiled = peers_of(benchmark, chosen, pool)
     print(f"peers compiled: {compiled}", flush=True)
     if chosen.compile:
         return 0
     store = Path(os.environ.get("CUBIN_RUNTIME_CACHE", chosen.out / "store"))
     runtime = Runtime(Config(store=store, sources=built_sources(), offline=True))
-    result = {"schema": SCHEMA, "question": "MLA decode beside the peers", "environment": gpu_environment()}
+    result = {"schema": SCHEMA, "question": benchmark.question, "environment": gpu_environment()}
     result |= {"peers_compiled": compiled, "rows": []}
     result["method"] = Method(rounds=chosen.rounds, hidden=HIDDEN).record()
-    measure(chosen, runtime, pool, peers, result)
+    measure(benchmark, chosen, runtime, pool, peers, result)
     print(f"bars: {result['bars']}; seconds: {result['seconds']}")
     differing = disagreements(result["rows"])
-    print(f"outputs that differ from a peer's: {differing or 'none'}")
+    print(f"outputs that differ: {differing or 'none'}")
     return int(bool(differing) or any("us" not in row["ours"] for row in result["rows"]))
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run(MLA))

@@ -30,16 +30,23 @@ class MlaProblem:
 
     def __init__(self, case: MlaCase, pool: Pool, sets: int = 1) -> None:
         self.case = case
-        pages = case.pages * sets
-        shape = (pages, case.page, case.width)
-        self.cache = pool.flat(case.kv_dtype)[: math.prod(shape)].view(shape)
-        order = torch.randperm(pages, dtype=torch.int32, device="cuda")
-        self.tables = list(order.view(sets, case.batch, -1))
+        self.cache, self.tables = self._rows(pool, sets)
         self.lens = torch.full((case.batch,), case.length, dtype=torch.int32, device="cuda")
+        self.q = self._queries()
+        self.out = torch.empty(*self.q.shape[:-1], case.latent, device="cuda", dtype=torch.bfloat16)
+
+    def _rows(self, pool: Pool, sets: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        pages = self.case.pages * sets
+        shape = (pages, self.case.page, self.case.width)
+        order = torch.randperm(pages, dtype=torch.int32, device="cuda")
+        cache = pool.flat(self.case.kv_dtype)[: math.prod(shape)].view(shape)
+        return cache, list(order.view(sets, self.case.batch, -1))
+
+    def _queries(self) -> torch.Tensor:
+        case = self.case
         lead = (case.batch, case.q_len) if case.q_len > 1 else (case.batch,)
         random = torch.randn(*lead, case.heads, case.width, device="cuda", dtype=torch.bfloat16)
-        self.q = random.to(DTYPES[case.q_dtype])
-        self.out = torch.empty(*lead, case.heads, case.latent, device="cuda", dtype=torch.bfloat16)
+        return random.to(DTYPES[case.q_dtype])
 
 
 def ours_of(problem: MlaProblem, runtime: Runtime, stream: int, batch_invariant: bool) -> tuple[Any, list[Call]]:
@@ -83,6 +90,9 @@ def fa3_of(problem: MlaProblem) -> list[Call]:
 class MlaBench:
     """What all rows share: runtime, pool, ceilings, and times that later rows refer to."""
 
+    problem_type = MlaProblem
+    plan_calls = staticmethod(ours_of)
+
     def __init__(
         self,
         runtime: Runtime,
@@ -101,7 +111,7 @@ class MlaBench:
     def row(self, case: MlaCase, peers: Mapping[str, MlaMaker]) -> Row:
         """Measure one case; an error of ours or of a peer stands in its place and stops nothing else."""
         row = mla_sizes(case)
-        problem = MlaProblem(case, self.pool, self.method.layers)
+        problem = self.problem_type(case, self.pool, self.method.layers)
         try:
             row["ours"] = self._ours(case, problem, row)
         except Exception as failure:  # one row that fails must not cost the others
@@ -120,9 +130,9 @@ class MlaBench:
             if "error" not in row["peers"][name]
         }
         if "error" not in row["ours"]:
-            makers["ours"] = lambda stream: ours_of(problem, self.runtime, stream.cuda_stream, case.batch_invariant)[1]
+            makers["ours"] = self._our_calls(problem, case.batch_invariant)
             if case.batch_invariant:
-                makers["default"] = lambda stream: ours_of(problem, self.runtime, stream.cuda_stream, False)[1]
+                makers["default"] = self._our_calls(problem, False)
         makers |= self.reads.makers(problem.cache.data_ptr(), case.kv_bytes, self.method.layers)
         times = sequence_times(Layers(problem.q, problem.out, self.method), makers, self.method)
         enter_times(row, times)
@@ -134,8 +144,11 @@ class MlaBench:
         elif case.sizes in self._bf16_us:
             row["over_bf16"] = self._bf16_us[case.sizes] / us
 
+    def _our_calls(self, problem: MlaProblem, batch_invariant: bool) -> Maker:
+        return lambda stream: self.plan_calls(problem, self.runtime, stream.cuda_stream, batch_invariant)[1]
+
     def _ours(self, case: MlaCase, problem: MlaProblem, row: Row) -> Row:
-        plan, (call, *_) = ours_of(problem, self.runtime, self.stream, case.batch_invariant)
+        plan, (call, *_) = self.plan_calls(problem, self.runtime, self.stream, case.batch_invariant)
         call()
         chosen = plan.selections[0]
         found = {"single_us": median_us(call, self.rep), "kernel": chosen.kernel.name, "ctas": chosen.ctas}

@@ -22,11 +22,14 @@ class Pool:
     def flat(self, dtype: str) -> torch.Tensor:
         if dtype not in self._flat:
             self._flat.clear()  # one type at a time: cases of a section share it
-            made = torch.empty(self.nbytes // DTYPES[dtype].itemsize, device="cuda", dtype=DTYPES[dtype])
-            for part in made.split(_CHUNK):
-                part.copy_(torch.randn(part.shape, device="cuda", dtype=torch.bfloat16))
-            self._flat[dtype] = made
+            self._flat[dtype] = self._values(dtype)
         return self._flat[dtype]
+
+    def _values(self, dtype: str) -> torch.Tensor:
+        made = torch.empty(self.nbytes // DTYPES[dtype].itemsize, device="cuda", dtype=DTYPES[dtype])
+        for part in made.split(_CHUNK):
+            part.copy_(torch.randn(part.shape, device="cuda", dtype=torch.bfloat16))
+        return made
 
 
 class Problem:
