@@ -15,6 +15,7 @@ _WORDS = {
     "time_over_q1": "x one token",
     "over_default": "x default",
     "over_bf16": "x bf16",
+    "time_us": " us",
     MATRIX_SHARE: " of matrix",
 }
 # Shares are printed as percentages.

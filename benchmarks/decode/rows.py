@@ -11,6 +11,8 @@ from .mla_cases import MlaCase
 Row = dict[str, Any]
 # Norm of the difference to a peer's output over its norm: rounding of bf16 and e4m3 stays well below.
 DISAGREEMENT = 0.05
+# The same of the difference to a float64 reference.
+REFERENCE_DISAGREEMENT = 0.01
 
 
 def sizes(case: Case) -> Row:
@@ -62,6 +64,7 @@ def add_figures(row: Row, bar: Bar, read_tb_per_s: float, matrix_tflop_per_s: fl
     ours = row["ours"]
     us = ours.get("us")
     if us:
+        row["time_us"] = us
         row["tb_per_s"] = row["kv_bytes"] / us / 1e6
         row["read_share"] = row["tb_per_s"] / read_tb_per_s
         row["tflop_per_s"] = row["flops"] / us / 1e6
@@ -140,6 +143,7 @@ def line_of(row: Row) -> str:
         "published_speedup": "published",
         "over_bf16": "over bf16",
         "over_default": "over default",
+        "reference_difference": "off float64",
     }
     parts += [f"{word} {row[key]:.3f}" for key, word in words.items() if key in row]
     if "graph_us" in ours:
@@ -153,12 +157,15 @@ def line_of(row: Row) -> str:
 
 
 def disagreements(rows: list[Row]) -> list[str]:
-    """The rows whose output differs from a peer's by more than rounding."""
+    """The rows whose output differs from a peer's, or from the reference, by more than rounding."""
     return [
-        f"{row['section']} {row['label']}: {name} {found['difference']:.2g}"
+        f"{row['section']} {row['label']}: {name} {difference:.2g}"
         for row in rows
-        for name, found in row["peers"].items()
-        if not found.get("difference", 0.0) < DISAGREEMENT
+        for name, difference, most in (
+            *((name, found.get("difference", 0.0), DISAGREEMENT) for name, found in row["peers"].items()),
+            ("float64", row.get("reference_difference", 0.0), REFERENCE_DISAGREEMENT),
+        )
+        if not difference < most  # a NaN too
     ]
 
 

@@ -23,7 +23,10 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-@pytest.mark.parametrize("script", ["gpu_decode", "gpu_mla", "gpu_prefill", "gpu_engine_regime", "gpu_method_check"])
+@pytest.mark.parametrize(
+    "script",
+    ["gpu_decode", "gpu_mla", "gpu_sparse_mla", "gpu_prefill", "gpu_engine_regime", "gpu_method_check"],
+)
 def test_a_script_says_its_options_and_how_many_rounds_it_takes(script: str) -> None:
     arguments = [str(BENCHMARKS), str(BENCHMARKS / f"{script}.py"), "--help"]
     done = subprocess.run([sys.executable, "-c", RUN, *arguments], capture_output=True, text=True, check=False)
