@@ -21,6 +21,10 @@ from .tables import (
 
 SCHEMA = 2
 SINGLE_CALLS = 1  # the schema of reports whose times are those of single calls
+SPARSE_METHOD = """Every query token has a list of 2,048 rows, random ones of a cache of 8 GiB that no other list names.
+TB/s count the bytes of these rows; the read-only test reads as many bytes in sequence. FlashMLA computes 64 or 128
+heads: where there are fewer, queries are padded to 64 heads ahead, which is not timed.
+Data: [`sparse_mla.json`](../../benchmarks/results/sparse_mla.json)."""
 OVER_BF16 = column("over bf16", "over_bf16", "{:.2f}x".format)
 
 
@@ -48,6 +52,26 @@ def beside_flashmla(report: Report) -> str:
         return ""
     rows = [row for row in report["rows"] if row["section"] == "bf16"]
     return "\n\n".join(("## Beside FlashMLA", place(report), *_beside_others(rows)))
+
+
+def sparse(report: Report) -> tuple[str, ...]:
+    """The figures of sparse MLA decode; nothing where none were measured."""
+    if report.get("schema") != SCHEMA:
+        return ()
+    sections = {
+        name: [row for row in report["rows"] if row["section"] == name] for name in ("e4m3", "bf16", "invariant")
+    }
+    scaled, plain = sections["e4m3"], sections["bf16"]
+    columns = (TFLOPS, *READING, *peers_of(scaled), RATIO, *singles(scaled))
+    return (
+        "## Sparse MLA decode beside FlashMLA",
+        SPARSE_METHOD,
+        place(report),
+        *section("Rows of 656 bytes", scaled, columns),
+        *section("Rows of bf16", plain, (TFLOPS, *READING, *singles(plain))),
+        *invariance("Batch invariance, rows of 656 bytes", sections["invariant"]),
+        *failures(report["rows"]),
+    )
 
 
 def _beside_others(rows: list[Row]) -> list[str]:

@@ -68,11 +68,10 @@ def place(report: Report) -> str:
     packages, gpu = environment["packages"], environment["gpu"]
     clock = report.get("sm_clock_mhz") or {}
     mhz = f", SM clock {clock['min']:.0f} to {clock['max']:.0f} MHz" if clock else ""
-    beside = (
-        f"flashinfer-python {packages['flashinfer-python']}" if "flashinfer-python" in packages else "no other library"
-    )
+    others = [f"flashinfer-python {packages['flashinfer-python']}"] if "flashinfer-python" in packages else []
     if commit := report.get("peers_compiled", {}).get("flashmla", {}).get("commit"):
-        beside += f", FlashMLA {commit[:7]}"
+        others.append(f"FlashMLA {commit[:7]}")
+    beside = ", ".join(others) or "no other library"
     rounds = f" Medians of {report['method']['rounds']} rounds." if "method" in report else ""
     return (
         f"{gpu['name']}, driver {gpu['driver_version']}{mhz}; {beside}, torch {packages.get('torch', '-')}; "

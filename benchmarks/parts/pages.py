@@ -45,10 +45,11 @@ def _decode(results: Path) -> str:
 
 
 def _mla(results: Path) -> str:
-    report, flashmla = _reports(results, "mla", "mla_flashmla")
+    report, flashmla, sparse = _reports(results, "mla", "mla_flashmla", "sparse_mla")
     beside = (mla_page.beside_flashmla(flashmla), *summary.slower(flashmla))
     own = (*summary.slower(report), mla_page.figures(report))
-    return explained("\n\n".join((*own, *beside, *_profiled(results, "mla"))))
+    lists = (*mla_page.sparse(sparse), *summary.slower(sparse))
+    return explained("\n\n".join((*own, *beside, *_profiled(results, "mla"), *lists)))
 
 
 def _profiled(results: Path, name: str) -> tuple[str, ...]:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.decode.mla_page import figures
+from benchmarks.decode.mla_page import figures, sparse
+from benchmarks.decode.sparse_mla_cases import sparse_mla_cases
 from benchmarks.decode.tables import NOT_MEASURED, report_of
 from tests.benchmarks.mla_results import made_up_mla_report
 
@@ -37,6 +38,23 @@ def test_every_row_of_a_table_has_as_many_cells_as_its_head() -> None:
 )
 def test_figures_show_rates_ratios_and_failures(line: str) -> None:
     assert line in figures(made_up_mla_report())
+
+
+def test_without_a_measurement_nothing_is_said_of_sparse_decode(tmp_path: Path) -> None:
+    assert sparse(report_of(tmp_path / "sparse_mla.json")) == ()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "## Sparse MLA decode beside FlashMLA\n",
+        "| 16 heads, 64 tokens | 27.1 us | 168 | 3.17 | 70% | 25.6 us | 31.1 us | 1.15 |",
+        "### Rows of bf16\n\n|  | ours | TFLOP/s | TB/s | of read bandwidth | read-only time |\n",
+        "| 16 heads, 16 tokens | 11.6 us | 12.8 us | 1.10x |",
+    ],
+)
+def test_sparse_decode_has_a_table_for_each_type_of_rows(line: str) -> None:
+    assert line in "\n\n".join(sparse(made_up_mla_report(sparse_mla_cases())))
 
 
 def test_a_failure_of_ours_leaves_the_others_time() -> None:
