@@ -24,6 +24,11 @@ _RESOURCES = re.compile(r"ptxas info\s*: Compiling entry function '([^']+)'(.*?)
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _SHARED = re.compile(r"(\d+) bytes smem")
 _DYNAMIC_SHARED = re.compile(r"^\s*// dynamic shared bytes: (\d+)$", re.MULTILINE)
+# The compiler waits for each product where it finds no registers for those in flight. The kernel is right, and slower.
+_SERIALISED = "wgmma.mma_async instructions are serialized"
+_SERIALISED_SYMBOLS = re.compile(
+    r"fmha_paged_decode_(bf|fp)16_d(64|128)_rows(64|128)_segments"
+)  # no registers are left
 _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 # Symbols with internal linkage contain a hash of the source file's path.
 _PATH_DEPENDENT = ("_INTERNAL_", "_GLOBAL__N_")
@@ -145,8 +150,10 @@ def parse_resources(reported: str, symbol: str, threads: int, dynamic_shared_byt
     """Resources of ``symbol``: registers, spills and static shared memory from the output of ``ptxas -v``.
 
     Raises:
-        BuildError: the output does not mention the symbol.
+        BuildError: the output does not mention the symbol, or says that its warpgroup products wait for each other.
     """
+    if _SERIALISED in reported and not _SERIALISED_SYMBOLS.fullmatch(symbol):
+        raise BuildError(f"{symbol}: ptxas says that {_SERIALISED}; give the warpgroups other numbers of registers")
     for name, text in _RESOURCES.findall(reported):
         if name == symbol and (registers := _REGISTERS.search(text)) and (spills := _SPILLS.search(text)):
             shared = _SHARED.search(text)

@@ -439,6 +439,40 @@ def _sparse_mla_decode(rows: str) -> Variant:
     )
 
 
+# Query rows of a tile -> stages of 16 keys.
+_SCALED_MLA_STAGES = {32: 15, 64: 11}
+
+
+def _scaled_sparse_mla_decode(rows: int) -> Variant:
+    return Variant(
+        source="mla/scaled_sparse_mla_decode.cu",
+        symbol=f"sparse_mla_decode_scaled_e4m3_latent512_rows{rows}",
+        sm="90a",
+        operation="sparse_mla_decode",
+        struct="SparseMlaDecodeParams",
+        traits={
+            "cache_rows": "scaled_e4m3",
+            "latent": 512,
+            "rope": 64,
+            "rows": rows,
+            "tile_tokens": _MLA_TILE_TOKENS,
+            "split_tiles": _SPARSE_MLA_SPLIT_TILES,
+        },
+        defines={
+            "SPARSE": 1,
+            "KV_E4M3": 1,
+            "Q_E4M3": 0,
+            "LATENT": 512,
+            "ROPE": 64,
+            "ROWS": rows,
+            "TILE_TOKENS": _MLA_TILE_TOKENS,
+            "BOX_COLUMNS": 64,
+            "SPLIT_TILES": _SPARSE_MLA_SPLIT_TILES,
+            "STAGES": _SCALED_MLA_STAGES[rows],
+        },
+    )
+
+
 # head_dim -> columns of a value, consumer warpgroups of 64 rows, keys of a tile, pipeline stages of keys and of values,
 # and the k16 steps of queries that fit into registers, without a soft cap and with one.
 _PREFILL_SHAPES = {
@@ -522,6 +556,7 @@ VARIANTS: tuple[Variant, ...] = (
     *(_streaming_read("90a", *way) for way in _READS),
     *(variant for latent in (512, 256) for variant in _mla_variants(latent)),
     *(_sparse_mla_decode(rows) for rows in _SPARSE_MLA_ROWS),
+    *(_scaled_sparse_mla_decode(rows) for rows in _SCALED_MLA_STAGES),
     *_prefill_variants(),
     *(_append_kv("90a", dtypes) for dtypes in _APPEND_DTYPES),
     *(_merge_states("90a", dtype) for dtype in MERGE_TYPES),

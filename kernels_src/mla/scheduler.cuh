@@ -21,12 +21,14 @@ using stream_k::SplitSet;
 // -DROPE=n columns of a key behind the latent ones, -DSPLIT_TILES=n tiles of a split under batch invariance
 using Params = SparseMlaDecodeParams;
 constexpr int COLUMNS = LATENT + ROPE;  // of a key
-constexpr int SCALE_BLOCKS = KV_E4M3 ? LATENT / 128 : 0;  // of a row of the cache, each with a scale of its own
+constexpr bool SCALED = KV_E4M3;  // rows of the cache have a scale for each 128 columns
+constexpr int SCALE_BLOCKS = SCALED ? LATENT / 128 : 0;
 #else
 // -DBOX_COLUMNS=n columns of a TMA box, -DL2_POLICY=word and -DGROUP_L2_POLICY=word (an L2Policy)
 using Params = PagedMlaDecodeParams;
 using stream_k::report_invalid_lengths;
 constexpr int COLUMNS = LATENT + MLA_ROPE_COLUMNS;  // of a key
+constexpr bool SCALED = false;
 constexpr int SPLIT_TILES = MLA_SPLIT_TILES;
 static_assert(TILE_TOKENS % MLA_MIN_PAGE_TOKENS == 0, "chunks of a tile are whole pages or parts of one");
 constexpr int ROW_BYTES_LOG2 = (BOX_COLUMNS == 128 ? 7 : 6) + !KV_E4M3;  // of a token in a box

@@ -1,6 +1,6 @@
 // Softmax of the warpgroup kernels: masks, row maxima and sums, and P as the next product reads it.
 #pragma once
-#include "rows64.cuh"
+#include "warpgroups.cuh"
 
 namespace paged_mla_decode {
 

@@ -92,13 +92,41 @@ def test_rows_choose_the_kernel(stub_runtime: Runtime, dtype: str, columns: int,
 
 
 @pytest.mark.parametrize(
-    ("heads", "row_tiles", "group"),
-    [(1, 1, 1), (16, 1, 1), (17, 2, 2), (48, 3, 3), (64, 4, 4), (80, 5, 1), (128, 8, 4)],
+    ("heads", "rows", "row_tiles", "group"),
+    [(1, 16, 1, 1), (16, 16, 1, 1), (17, 32, 1, 1), (32, 32, 1, 1), (33, 64, 1, 1), (64, 64, 1, 1), (128, 64, 2, 2)],
 )
-def test_heads_are_cut_into_row_tiles_of_16(stub_runtime: Runtime, heads: int, row_tiles: int, group: int) -> None:
+def test_heads_are_cut_into_the_fewest_rows_that_hold_them(
+    stub_runtime: Runtime, heads: int, rows: int, row_tiles: int, group: int
+) -> None:
     plan = plan_sparse_mla_decode(**sparse_call(heads), runtime=stub_runtime, device_facts=H200)
     (selection,) = plan.selections
+    assert selection.kernel.traits["rows"] == rows
     assert (selection.row_tiles, selection.cta_group_size, selection.ctas % group) == (row_tiles, group, 0)
+
+
+@pytest.mark.parametrize(("heads", "row_tiles", "group"), [(17, 2, 2), (48, 3, 3), (64, 4, 4), (80, 5, 1), (128, 8, 4)])
+def test_heads_over_rows_of_bf16_are_cut_into_tiles_of_16(
+    stub_runtime: Runtime, heads: int, row_tiles: int, group: int
+) -> None:
+    given = sparse_call(heads, kv_cache=cache("bfloat16", PAGES, PAGE, 576))
+    (selection,) = plan_sparse_mla_decode(**given, runtime=stub_runtime, device_facts=H200).selections
+    assert (selection.row_tiles, selection.cta_group_size, selection.ctas % group) == (row_tiles, group, 0)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "rows"), [(4, 32, 16), (5, 32, 32), (4, 64, 16), (5, 64, 64), (2, 128, 16), (3, 128, 64)]
+)
+def test_few_tokens_take_tiles_of_16_unless_bits_must_not_depend_on_them(
+    stub_runtime: Runtime, tokens: int, heads: int, rows: int
+) -> None:
+    given = sparse_call(
+        q=view("bfloat16", tokens, heads, 576),
+        out=view("bfloat16", tokens, heads, 512),
+        indices=view("int32", tokens, 2048, at=0x7F0000002000),
+    )
+    for batch_invariant, expected in ((False, rows), (True, 32 if heads == 32 else 64)):
+        plan = plan_sparse_mla_decode(**given, batch_invariant=batch_invariant, runtime=stub_runtime, device_facts=H200)
+        assert plan.selections[0].kernel.traits["rows"] == expected
 
 
 def test_one_token_is_split_over_many_ctas(stub_runtime: Runtime) -> None:

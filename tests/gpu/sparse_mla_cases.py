@@ -188,6 +188,22 @@ def sparse_mla_reference(case: SparseMlaCase, host: SparseMlaHost) -> tuple[np.n
     return out, lse if case.lse_base == "e" else lse / np.log(2)
 
 
+def score_rounding(case: SparseMlaCase, host: SparseMlaHost) -> float:
+    """The most that scores, base-2 exponents, change by the rounding of scales, which multiply converted keys in fp16.
+
+    Kernels for more than 32 heads do so. Each block's part of a score has the relative error of two roundings.
+    """
+    if case.cache != "scaled_e4m3" or case.heads <= 32:
+        return 0.0
+    q, largest = values_of("bf16", host.q).astype(np.float64)[..., :LATENT], 0.0
+    for token, slots in enumerate(listed(case, host.indices, host.lens)):
+        keys = row_values(case, host.memory[slots // case.page_size, slots % case.page_size])[:, :LATENT]
+        queries, keys = (m.reshape(len(m), LATENT // BLOCK, BLOCK).transpose(1, 0, 2) for m in (q[token], keys))
+        parts = np.abs(queries @ keys.transpose(0, 2, 1)).sum(axis=0)
+        largest = max(largest, float(parts.max(initial=0.0)))
+    return largest * abs(case.scale) / np.log(2) * 2.0**-11
+
+
 def random_sparse_mla_case(rng: np.random.Generator) -> SparseMlaCase:
     """A case with each option drawn on its own, so that pairs of options meet."""
 

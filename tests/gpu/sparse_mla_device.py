@@ -19,6 +19,7 @@ from tests.gpu.sparse_mla_cases import (
     SparseMlaCase,
     SparseMlaHost,
     out_kind,
+    score_rounding,
     sparse_mla_host,
     sparse_mla_reference,
 )
@@ -79,6 +80,7 @@ class SparseMlaDeviceCase(DeviceCase):
             lse=lse,
             expected_lse=self.expected[1],
             output_scale=self.case.output_scale,
+            score_error=score_rounding(self.case, self.host),
         )
 
     def load(self, host: SparseMlaHost) -> None:

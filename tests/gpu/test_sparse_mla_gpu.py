@@ -31,6 +31,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("mla_backend")]
 
 CHUNKS, CASES = 12, 30
 PLAIN = SparseMlaCase()
+# Heads of a kernel each, with as many query tokens as PLAIN has.
+HEADS = (16, 32, 64)
+# Formats of rows, with heads of a kernel each.
+KERNELS = [("scaled_e4m3", heads) for heads in HEADS] + [("bf16", 16), ("bf16_nope", 16)]
 
 
 def assert_case(runtime: Runtime, case: SparseMlaCase, rng: np.random.Generator) -> None:
@@ -49,28 +53,31 @@ def test_every_head_count_matches_float64(
     assert_case(runtime, replace(case, width=3000, tokens=2, batch_invariant=batch_invariant), rng)
 
 
-@pytest.mark.parametrize("cache", list(FORMS))
+@pytest.mark.parametrize(("cache", "heads"), KERNELS)
 @pytest.mark.parametrize("holes", HOLES)
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_holes_anywhere_are_left_out(
-    runtime: Runtime, rng: np.random.Generator, cache: str, holes: str, batch_invariant: bool
+    runtime: Runtime, rng: np.random.Generator, cache: str, heads: int, holes: str, batch_invariant: bool
 ) -> None:
     lens = (0, 1, 63, 64, 65, 127, 128, 129, 1999, 2000)
-    case = SparseMlaCase(10, 8, 2000, cache, lens, holes, batch_invariant=batch_invariant)
+    case = SparseMlaCase(10, heads - 3, 2000, cache, lens, holes, batch_invariant=batch_invariant)
     assert_case(runtime, case, rng)
     assert_case(runtime, replace(case, lens=None, sinks=True, lse_sink=False, lse_base="e"), rng)
 
 
 @pytest.mark.parametrize("width", [1, 2, 63, 64, 65, 127, 128, 129, 1000, 8191, 32768])
 def test_every_width_matches_float64(runtime: Runtime, rng: np.random.Generator, width: int) -> None:
-    assert_case(runtime, replace(PLAIN, width=width, tokens=3, holes="random"), rng)
+    for heads in HEADS:
+        assert_case(runtime, replace(PLAIN, width=width, heads=heads, holes="random"), rng)
     assert_case(runtime, replace(PLAIN, width=width, tokens=1, cache="bf16", batch_invariant=True), rng)
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 31, 64, 132, 133, 300])
-@pytest.mark.parametrize("cache", list(FORMS))
-def test_every_token_count_matches_float64(runtime: Runtime, rng: np.random.Generator, tokens: int, cache: str) -> None:
-    assert_case(runtime, replace(PLAIN, tokens=tokens, width=400, cache=cache, holes="tail"), rng)
+@pytest.mark.parametrize(("cache", "heads"), KERNELS)
+def test_every_token_count_matches_float64(
+    runtime: Runtime, rng: np.random.Generator, tokens: int, cache: str, heads: int
+) -> None:
+    assert_case(runtime, replace(PLAIN, tokens=tokens, heads=heads, width=400, cache=cache, holes="tail"), rng)
 
 
 def test_thousands_of_query_tokens_match_float64(runtime: Runtime, rng: np.random.Generator) -> None:
@@ -80,27 +87,32 @@ def test_thousands_of_query_tokens_match_float64(runtime: Runtime, rng: np.rando
 @pytest.mark.parametrize("out_dtype", ["bf16", "fp16", "e4m3"])
 @pytest.mark.parametrize("view", ["pages", "one head after", "one head before", "rows"])
 @pytest.mark.parametrize("page_size", [1, 64, 48])
+@pytest.mark.parametrize("heads", HEADS)
 def test_every_form_of_the_cache_matches_float64(
-    runtime: Runtime, rng: np.random.Generator, out_dtype: str, view: str, page_size: int
+    runtime: Runtime, rng: np.random.Generator, out_dtype: str, view: str, page_size: int, heads: int
 ) -> None:
-    case = replace(PLAIN, out_dtype=out_dtype, view=view, page_size=page_size, byte_dtype="float8_e4m3fn")
+    case = replace(PLAIN, heads=heads, out_dtype=out_dtype, view=view, page_size=page_size, byte_dtype="float8_e4m3fn")
     assert_case(runtime, replace(case, strided=True, device_scales=True, output_scale=-0.7), rng)
-    if view != "rows" and page_size != 48:
+    if view != "rows" and page_size != 48 and heads == 16:
         assert_case(runtime, replace(case, page_gap=5, cache="bf16"), rng)
 
 
 @pytest.mark.parametrize("spread", [0, 6, 12])
 @pytest.mark.parametrize("batch_invariant", [False, True])
-def test_scales_of_any_size(runtime: Runtime, rng: np.random.Generator, spread: int, batch_invariant: bool) -> None:
+@pytest.mark.parametrize("heads", HEADS)
+def test_scales_of_any_size(
+    runtime: Runtime, rng: np.random.Generator, spread: int, batch_invariant: bool, heads: int
+) -> None:
     # Queries look at rope columns alone: with such scales, a few latent columns would decide all scores.
-    case = replace(PLAIN, spread=spread, blind=True, width=2048, batch_invariant=batch_invariant)
+    case = replace(PLAIN, heads=heads, spread=spread, blind=True, width=2048, batch_invariant=batch_invariant)
     assert_case(runtime, case, rng)
     assert_case(runtime, replace(case, tokens=40, width=200), rng)
 
 
 @pytest.mark.parametrize("exponent", [-90, -30, 30, 90])
-def test_one_row_of_other_magnitude(runtime: Runtime, rng: np.random.Generator, exponent: int) -> None:
-    case = replace(PLAIN, blind=True, width=1024, tokens=2, pool=64, out_dtype="bf16")
+@pytest.mark.parametrize("heads", HEADS)
+def test_one_row_of_other_magnitude(runtime: Runtime, rng: np.random.Generator, exponent: int, heads: int) -> None:
+    case = replace(PLAIN, heads=heads, blind=True, width=1024, pool=64, out_dtype="bf16")
     host = sparse_mla_host(case, rng)
     scales = np.exp2(np.full(LATENT // 128, exponent)).astype(np.float32).view(np.uint8)
     slot = int(host.indices[0, 700])
@@ -110,14 +122,20 @@ def test_one_row_of_other_magnitude(runtime: Runtime, rng: np.random.Generator, 
 
 
 @pytest.mark.parametrize("scale", [2.0, -2.0])
-@pytest.mark.parametrize("cache", list(FORMS))
-def test_large_logits_stay_finite(runtime: Runtime, rng: np.random.Generator, scale: float, cache: str) -> None:
-    assert_case(runtime, replace(PLAIN, scale=scale, cache=cache, sinks=True, with_lse=False, spread=0), rng)
+@pytest.mark.parametrize(("cache", "heads"), KERNELS)
+def test_large_logits_stay_finite(
+    runtime: Runtime, rng: np.random.Generator, scale: float, cache: str, heads: int
+) -> None:
+    case = replace(PLAIN, scale=scale, heads=heads, cache=cache, sinks=True, with_lse=False, spread=0)
+    assert_case(runtime, case, rng)
 
 
-@pytest.mark.parametrize("cache", list(FORMS))
-def test_slots_outside_the_cache_are_holes_and_reported(runtime: Runtime, rng: np.random.Generator, cache: str) -> None:
-    with sparse_mla_on_device(runtime, replace(PLAIN, cache=cache, outside=True, holes="random"), rng) as device:
+@pytest.mark.parametrize(("cache", "heads"), KERNELS)
+def test_slots_outside_the_cache_are_holes_and_reported(
+    runtime: Runtime, rng: np.random.Generator, cache: str, heads: int
+) -> None:
+    case = replace(PLAIN, cache=cache, heads=heads, outside=True, holes="random")
+    with sparse_mla_on_device(runtime, case, rng) as device:
         assert_reported(device, "page id outside the pool")
         device.assert_right()
 
@@ -136,10 +154,11 @@ def test_a_slot_that_occurs_twice_counts_twice(runtime: Runtime, rng: np.random.
         assert_right_twice(device)
 
 
-def test_neighbouring_lists_of_draft_tokens(runtime: Runtime, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("heads", HEADS)
+def test_neighbouring_lists_of_draft_tokens(runtime: Runtime, rng: np.random.Generator, heads: int) -> None:
     """Requests with 1 to 8 query tokens whose lists mostly agree."""
     lens = [1, 8, 3, 1, 5]
-    case = replace(PLAIN, tokens=sum(lens), width=700)
+    case = replace(PLAIN, tokens=sum(lens), heads=heads, width=700)
     host = sparse_mla_host(case, rng)
     starts = np.repeat(np.cumsum([0, *lens[:-1]]), lens)
     host.indices[:, :600] = host.indices[starts][:, :600]
@@ -165,12 +184,12 @@ def drawn(index: int) -> tuple[SparseMlaCase, np.random.Generator]:
     return random_sparse_mla_case(rng), rng
 
 
-@pytest.mark.parametrize("cache", list(FORMS))
+@pytest.mark.parametrize(("cache", "heads"), KERNELS)
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_replays_follow_lists_lengths_and_rows(
-    runtime: Runtime, rng: np.random.Generator, cache: str, batch_invariant: bool
+    runtime: Runtime, rng: np.random.Generator, cache: str, heads: int, batch_invariant: bool
 ) -> None:
-    case = replace(PLAIN, tokens=6, width=900, cache=cache, lens=(900,) * 6, sinks=True)
+    case = replace(PLAIN, tokens=6, heads=heads, width=900, cache=cache, lens=(900,) * 6, sinks=True)
     case = replace(case, batch_invariant=batch_invariant)
     contents = [
         sparse_mla_host(replace(case, lens=lens, holes=holes), rng)
@@ -186,7 +205,7 @@ def test_replays_follow_lists_lengths_and_rows(
 
 
 @pytest.mark.parametrize("cache", list(FORMS))
-@pytest.mark.parametrize("heads", [8, 16, 40])
+@pytest.mark.parametrize("heads", [8, 16, 24, 40, 128])
 def test_a_query_token_has_the_same_bits_in_every_batch(
     runtime: Runtime, rng: np.random.Generator, cache: str, heads: int
 ) -> None:

@@ -52,6 +52,12 @@ def test_a_kernel_that_ptxas_does_not_name_is_an_error() -> None:
         parse_resources(PTXAS, "three", 32, 0)
 
 
+def test_products_that_wait_for_each_other_are_an_error() -> None:
+    warning = "ptxas info    : (C7512) Potential Performance Loss: wgmma.mma_async instructions are serialized due to"
+    with pytest.raises(BuildError, match=r"one: ptxas says that wgmma.mma_async instructions are serialized"):
+        parse_resources(f"{warning} insufficient register resources for the function 'one'\n{PTXAS}", "one", 384, 1024)
+
+
 def test_the_flags_name_no_path_and_no_line_information() -> None:
     assert flags_of(stub()) == ("-arch=sm_90a", "-std=c++17", "-O3", "-DKERNEL_NAME=stub_scale", "-DUNROLL=1")
 

@@ -1,6 +1,6 @@
 // Epilogue of the bf16 kernel: stores rows or partials from the accumulators of a consumer warpgroup.
 #pragma once
-#include "../rows64.cuh"
+#include "../warpgroups.cuh"
 #include "../epilogue.cuh"
 
 namespace paged_mla_decode {

@@ -1,6 +1,6 @@
 // Shared memory of the bf16 kernel, whose consumer warpgroups each compute scores and outputs.
 #pragma once
-#include "../rows64.cuh"
+#include "../warpgroups.cuh"
 
 namespace paged_mla_decode {
 

@@ -1,11 +1,21 @@
 // Shared memory of the kernels for an e4m3 cache, and the pipelines between their warpgroups.
 #pragma once
-#include "../rows64.cuh"
+#include "../warpgroups.cuh"
+#if SPARSE
+#include "../sparse/rows.cuh"
+#endif
 
 namespace paged_mla_decode {
 
+#if SPARSE
+// A tile takes four stages, each of the 16 keys of a QK warp and of a step of the PV product, which release it soon: the
+// time of a tile follows from the keys that are in flight.
+constexpr int STAGE_KEYS = 16, TILE_STAGES = TILE_TOKENS / STAGE_KEYS;
+constexpr int LIST_WARPS = 2;  // of which each fills every second stage
+#else
 constexpr int STAGES = LATENT > 256 ? (Q_E4M3 ? 5 : 3) : (Q_E4M3 ? 8 : 7);  // of e4m3 tiles
-constexpr int P_STAGES = 3;  // of P
+#endif
+constexpr int P_STAGES = SCALED ? 2 : 3;  // of P
 constexpr int RAW_BOX_BYTES = TILE_TOKENS * BOX_COLUMNS;
 // Queries in shared memory: e4m3 queries as they are, those that do not fit into registers; bf16 queries converted to
 // fp16, all.
@@ -17,22 +27,46 @@ enum Boundary : int { INSIDE, END_OF_OUTPUT_TILE, END_OF_SPLIT, END_OF_RANGE };
 
 // What goes with the P of a tile.
 struct TileHandoff {
+#if SPARSE
+    alignas(16) uint32_t raised[4];  // for each softmax warp: whether a maximum of its rows was raised; then 0
+#else
     alignas(16) uint32_t raised[4];  // for each 16 rows: whether a row maximum was raised
+#endif
     int valid;  // keys of the tile; 0: no tile, since the request has no keys
     Boundary end;
     int slot, rows, counter;  // of a partial
     alignas(16) float factor[ROWS];  // rescales the outputs so far, where a maximum was raised
     float factor_out[ROWS];  // of an output tile that is not split: factors of its rows' outputs,
     int64_t offset_out[ROWS];  // and their offsets; -1: there is no such row
+#if SPARSE
+    uint16_t value_factor[SCALE_BLOCKS][TILE_TOKENS];  // fp16, of the columns of a block of each key
+#endif
 };
 
 // With bf16 queries:
-constexpr int SOFTMAX_WARPS = ROWS / 32;
+constexpr int SOFTMAX_WARPS = 2;
 constexpr int SCORE_PITCH = TILE_TOKENS * 4 + 16;  // bytes of a row of scores, padded against bank conflicts
+
+#if SPARSE
+// What the QK warpgroup publishes with the scores of a tile: for each key the exponent of its largest scale and 2 to the
+// negative exponent, and its scales divided by 2 to the exponent, in fp16.
+struct alignas(16) KeyScales {
+    float2 exponent[TILE_TOKENS];
+    uint2 factors[TILE_TOKENS];
+    uint32_t tile;  // keys of the tile, and LAST_TILE
+};
+#endif
 
 struct SharedStorage {
     alignas(1024) char p[P_STAGES][BOX_BYTES];
+#if SPARSE
+    alignas(1024) char kv[STAGES][STAGE_KEYS * KEY_PITCH];
+    KeyScales key_scales[2];  // for tiles in turn
+    uint32_t tile[STAGES];  // keys of the stage's tile, and LAST_TILE
+    int slots[LIST_WARPS][SLOT_RING];  // rows that are still to be copied, in a ring
+#else
     alignas(1024) char kv[STAGES][BOXES][RAW_BOX_BYTES];
+#endif
     alignas(1024) char q[QUERY_BOXES][QUERY_BOX_BYTES];
     TileHandoff handoff[P_STAGES];
 #if !Q_E4M3
@@ -49,7 +83,7 @@ struct SharedStorage {
     WorkRange range;
 };
 
-static_assert(STAGES * BOXES * RAW_BOX_BYTES >= CONSUMERS / 32 * MERGE_BYTES);
+static_assert(sizeof(SharedStorage::kv) >= CONSUMERS / 32 * MERGE_BYTES);
 
 DEVICE void arrive_for_warp(uint64_t& barrier) {
     if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&barrier));

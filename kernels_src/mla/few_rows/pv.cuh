@@ -11,11 +11,6 @@ constexpr int COLUMN_TILES = 4;  // of 16 columns, in a warp
 using Output = float[COLUMN_TILES][2][4];
 
 #if SPARSE && KV_E4M3
-DEVICE uint32_t multiply_fp16(uint32_t a, uint32_t b) {
-    const __half2 product = __hmul2(*reinterpret_cast<const __half2*>(&a), *reinterpret_cast<const __half2*>(&b));
-    return *reinterpret_cast<const uint32_t*>(&product);
-}
-
 DEVICE int scale_block_of_warp() { return threadIdx.x / 64; }
 
 // Scales of the warp's columns go to P, of which there is less than of V.

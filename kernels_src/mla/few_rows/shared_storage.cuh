@@ -1,22 +1,16 @@
 // Threads and shared memory of the kernel for few rows.
 #pragma once
 #include "../scheduler.cuh"
+#if SPARSE
+#include "../sparse/rows.cuh"
+#endif
 
 namespace paged_mla_decode {
 
 static_assert(ROWS == 16 && TILE_TOKENS == 64, "two row eights of a warp product, 16 keys of each QK warp");
 #if SPARSE
-// A row of the cache as it lies in memory: the latent columns, with e4m3 ones a float for each 128 of them by which they
-// are to be multiplied, then bf16 rope columns. In a stage, rows lie so far apart that no two of eight begin in one bank.
-constexpr bool SCALED = KV_E4M3;
-constexpr int SCALE_BYTE = LATENT;  // in a row
-constexpr int ROPE_BYTE = SCALE_BYTE + SCALE_BLOCKS * 4;
-constexpr int ROW_BYTES = SCALED ? ROPE_BYTE + ROPE * 2 : COLUMNS * 2;
-constexpr int KEY_PITCH = ROW_BYTES / 16 % 2 ? ROW_BYTES : ROW_BYTES + 16;
-static_assert(ROW_BYTES % 16 == 0, "pieces of a bulk copy");
 constexpr int STAGE_BYTES = TILE_TOKENS * KEY_PITCH;
 #else
-constexpr bool SCALED = false;
 constexpr int ROW_BYTES = 1 << ROW_BYTES_LOG2;  // of a token in a box, and the span of the swizzle
 constexpr int KEY_PITCH = ROW_BYTES;  // bytes between tokens in a box
 constexpr int BOX_BYTES = TILE_TOKENS * ROW_BYTES;
@@ -43,10 +37,6 @@ static_assert(CONSUMERS * CONSUMER_REGISTERS + 32 * (PRODUCER_WARPS * PRODUCER_R
               THREADS * (65536 / THREADS / 8 * 8));
 
 constexpr int QK_BARRIER = 2;
-#if SPARSE
-constexpr uint32_t LAST_TILE = 1u << 31;  // of a work tile
-constexpr int SLOT_RING = 2 * TILE_TOKENS;
-#endif
 
 // A tile's P, in a pipeline of P_STAGES.
 constexpr int P_STAGES = 2;

@@ -17,6 +17,8 @@ OPERATION = "sparse_mla_decode"
 # them, 64 bf16.
 ROW_FORMS = {"scaled_e4m3": (576, 656), "bf16": (576, 1152), "bf16_nope": (512, 1024)}
 MAX_WIDTH = 1 << 15
+# Up to one tile of the fewest rows for so many rows of a wider one, the former are faster.
+_FEW_TILES_ROWS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +57,8 @@ def select_sparse_mla(
     Raises:
         UsageError: no kernel fits; the message says why not.
     """
-    kernel, candidates = only_kernel(kernels, OPERATION, {"cache_rows": shape.cache_rows}, device)
+    traits = {"cache_rows": shape.cache_rows, "rows": _tile_rows(kernels, shape)}
+    kernel, candidates = only_kernel(kernels, OPERATION, traits, device)
     row_tiles = -(-shape.heads // int(kernel.traits["rows"]))
     kv_tiles = max(1, -(-shape.width // int(kernel.traits["tile_tokens"])))
     group_size = cta_group_size(row_tiles)
@@ -77,3 +80,16 @@ def select_sparse_mla(
         slack_tiles=0 if shape.batch_invariant else slack,
         explain=lambda: (reason, candidates),
     )
+
+
+def _tile_rows(kernels: Iterable[NativeKernel], shape: SparseMlaShape) -> int:
+    """The fewest rows of a tile that hold all heads, else the most: each tile of a token reads its rows again.
+
+    With few query tokens, the fewest of all: more tiles share the rows of a token among more CTAs. The number of query
+    tokens decides nothing with ``batch_invariant``.
+    """
+    family = (k for k in kernels if k.operation == OPERATION and k.traits["cache_rows"] == shape.cache_rows)
+    sizes = sorted(int(kernel.traits["rows"]) for kernel in family)
+    rows = next((size for size in sizes if shape.heads <= size), max(sizes, default=0))
+    few = bool(sizes) and shape.batch * -(-shape.heads // sizes[0]) <= rows // _FEW_TILES_ROWS
+    return sizes[0] if few and not shape.batch_invariant else rows

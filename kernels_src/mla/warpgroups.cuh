@@ -1,12 +1,13 @@
-// Threads of the kernels for 64 rows, whose consumers are two warpgroups, and the TMA boxes of their tiles.
+// Threads of the kernels that multiply by warpgroups, of which two are consumers, and the boxes of their tiles.
 #pragma once
 #include "scheduler.cuh"
 
 namespace paged_mla_decode {
 
-static_assert(ROWS == 64 && TILE_TOKENS == 64 && BOX_COLUMNS == 64 && CONSUMERS == 256, "warpgroup products");
+static_assert(TILE_TOKENS == 64 && BOX_COLUMNS == 64 && CONSUMERS == 256, "warpgroup products");
+static_assert(ROWS == 64 || SCALED, "only S^T and O^T have rows along N");
 static_assert(MLA_ROPE_COLUMNS == BOX_COLUMNS, "the rope columns are a box");
-constexpr int BOX_BYTES = 64 * 128;  // 64 rows of 64 16-bit numbers, 128-byte swizzle
+constexpr int BOX_BYTES = ROWS * 128;  // rows of 64 16-bit numbers, 128-byte swizzle
 constexpr int VALUE_BOXES = LATENT / BOX_COLUMNS;
 constexpr int BOXES = VALUE_BOXES + 1;  // and the rope columns
 constexpr int ROPE_BOX = VALUE_BOXES;

@@ -1,0 +1,100 @@
+// bf16 queries of a work tile, converted to fp16 in shared memory, and the scores of S^T = K Q^T there.
+#pragma once
+#include "shared_storage.cuh"
+#include "../softmax.cuh"
+
+namespace paged_mla_decode {
+
+constexpr int STEPS = COLUMNS / 16;  // of a product
+constexpr int KEYS_IN_FLIGHT = SCALED ? 4 : 3;  // products
+constexpr int QK_BARRIER = 2;
+
+// Copies a work tile's queries with four lanes per row. Row R of a request is head R % heads of its query token R /
+// heads; rows past the last one are zero.
+DEVICE void copy_queries(const Params& p, const WorkTile& work, SharedStorage& shared, uint32_t thread) {
+    constexpr int CHUNKS = BOXES * 8;
+#pragma unroll 1
+    for (int row = thread / 4; row < ROWS; row += WARPGROUP / 4) {
+        const bool exists = row < work.rows;
+        const char* source = static_cast<const char*>(p.q) + thread % 4 * 16;
+        source += 2 * row_offset(work, exists ? row : 0, p.heads, p.q_token_stride, p.q_head_stride);
+        const uint32_t address = shared_address(shared.q[0]) + row * 128;
+#pragma unroll 6
+        for (int i = 0; i < CHUNKS / 4; ++i)
+            cp_async_16_zero_fill(address + i / 2 * BOX_BYTES + ((i % 2 * 4 + thread % 4) ^ (row % 8)) * 16,
+                                  source + i * 64, exists ? 16 : 0);
+    }
+    cp_async_wait_all();
+    __syncwarp();
+}
+
+// Converts the queries to fp16 in place. 16 columns are stored as 4 i + {0, 1} for i = 0 to 3, then 4 i + {2, 3}, which
+// is the order in which ldmatrix distributes the bytes of 16 columns of keys. A row is divided by the power of two that
+// brings its largest magnitude below 2; its scores are multiplied with it. The row also takes the sign of the softmax
+// scale.
+DEVICE void load_queries(const Params& p, const WorkTile& work, SharedStorage& shared, uint32_t slot) {
+    constexpr int GROUPS = STEPS / 4;  // of 16 columns, of a lane
+    constexpr int CONVERTED = SCALED ? GROUPS - 1 : GROUPS;  // rope columns stay bf16 beside scaled latent ones
+    const float scale = softmax_scale_log2(p);
+    const uint32_t thread = reread_thread_index() % WARPGROUP, quarter = thread % 4;
+    named_barrier_sync<WARPGROUP>(QK_BARRIER);  // no warp multiplies the previous work tile's queries any more
+    copy_queries(p, work, shared, thread);
+#pragma unroll 1
+    for (int row = thread / 4; row < ROWS; row += WARPGROUP / 4) {
+        const uint32_t address = shared_address(shared.q[0]) + row * 128 + ((quarter * 2) ^ (row % 8)) * 16;
+        uint32_t largest = 0;  // magnitudes in both halves; those of bf16 are ordered like integers
+#pragma unroll
+        for (int i = 0; i < 2 * GROUPS; ++i) {
+            const uint4 v = load_shared_uint4((address ^ i % 2 * 16) + i / 2 * BOX_BYTES);
+            largest = __vmaxu2(largest, __vmaxu2(v.x & 0x7fff7fff, v.y & 0x7fff7fff));
+            largest = __vmaxu2(largest, __vmaxu2(v.z & 0x7fff7fff, v.w & 0x7fff7fff));
+        }
+        largest = max(largest & 0xffff, largest >> 16);
+        for (int step = 1; step < 4; step *= 2) largest = max(largest, __shfl_xor_sync(~0u, largest, step));
+        const int exponent = largest > 0 ? fp16_range_exponent(largest >> 7) : 0;
+        const float factor = copysignf(power_of_two(-exponent), scale);
+#pragma unroll 3
+        for (int i = 0; i < CONVERTED; ++i) {
+            const uint4 low = load_shared_uint4(address + i * BOX_BYTES),
+                        high = load_shared_uint4((address ^ 16) + i * BOX_BYTES);
+            const uint32_t raw[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+            uint32_t two[8];
+#pragma unroll
+            for (int j = 0; j < 8; ++j) {
+                const float2 wide = unpack_bf16(raw[j]);
+                two[j % 2 * 4 + j / 2] = pack_fp16(wide.x * factor, wide.y * factor);
+            }
+            store_shared_uint4(address + i * BOX_BYTES, make_uint4(two[0], two[1], two[2], two[3]));
+            store_shared_uint4((address ^ 16) + i * BOX_BYTES, make_uint4(two[4], two[5], two[6], two[7]));
+        }
+#if SPARSE
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const uint32_t at = (address ^ i * 16) + ROPE_BOX * BOX_BYTES, two = pack_bf16(factor, factor);
+            const uint4 v = load_shared_uint4(at);
+            store_shared_uint4(at, make_uint4(multiply_bf16(v.x, two), multiply_bf16(v.y, two),
+                                              multiply_bf16(v.z, two), multiply_bf16(v.w, two)));
+        }
+#endif
+        // 0 x -inf is NaN
+        if (quarter == 0) shared.scale[slot][row] = fmaxf(power_of_two(exponent) * fabsf(scale), 1e-37f);
+    }
+    fence_async_proxy();
+    named_barrier_sync<WARPGROUP>(QK_BARRIER);
+}
+
+// Stores scores where the softmax reads them.
+DEVICE void write_scores(uint32_t address, const float (&s)[ROWS / 2]) {
+#pragma unroll
+    for (int i = 0; i < ROWS / 2; ++i)
+        asm volatile("st.shared.f32 [%0], %1;" ::"r"(address + (i / 4 * 8 + i % 2) * SCORE_PITCH + i / 2 % 2 * 32),
+                     "f"(s[i])
+                     : "memory");
+}
+
+DEVICE uint32_t lane_offset_of_scores() {
+    const uint32_t thread = reread_thread_index() % WARPGROUP;
+    return thread % 4 * 2 * SCORE_PITCH + thread / 4 * 4 + thread / 32 * 32;
+}
+
+}  // namespace paged_mla_decode
