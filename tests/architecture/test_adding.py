@@ -19,7 +19,7 @@ PAGE = (ROOT / "docs" / "contributing" / "adding.md").read_text()
 PIN = "cubin_runtime/artifacts/pins/pins.toml"  # of the release with the new kernel, which no toy gets
 # Files, the pin included, and changes in the package: the most that there may be.
 MOST_FILES = {"kernel_family": 10, "optional_tensor": 3}
-MOST_HUNKS = {"optional_tensor": 5}
+MOST_HUNKS = {"optional_tensor": 9}
 
 
 def touched(patch: Path) -> set[str]:

@@ -30,7 +30,7 @@ class Declared(NamedTuple):
     """An operator, the typed tensors of its calls, and its functions; ``more`` are further arguments of the call."""
 
     operator: Operator
-    tensors: type | None
+    tensors: type
     run: Callable[..., Any]
     plan: Callable[..., Any]
     call: Callable[..., Any]
@@ -69,7 +69,7 @@ DECLARED = {
     ),
     "paged_decode": Declared(
         paged_decode.PAGED_DECODE,
-        None,
+        paged_decode.PagedDecodeTensors,
         paged_decode.PagedDecodePlan.run,
         paged_decode.plan_paged_decode,
         paged_decode.paged_decode,
@@ -89,7 +89,6 @@ DECLARED = {
         context_attention.context_attention,
     ),
 }
-TYPED = [name for name, declared in DECLARED.items() if declared.tensors is not None]
 
 
 def names_of(function: Callable[..., Any]) -> set[str]:
@@ -110,17 +109,15 @@ def bound_of(declared: Declared) -> set[str]:
     return {"max_seq_len"} if isinstance(declared.operator, AttentionOperator) else set()
 
 
-@pytest.mark.parametrize("name", TYPED)
+@pytest.mark.parametrize("name", DECLARED)
 def test_the_typed_tensors_are_the_declared_ones_in_their_order(name: str) -> None:
     declared = DECLARED[name]
-    assert declared.tensors is not None
     assert list(declared.tensors.__annotations__) == [arg.name for arg in declared.operator.tensors]
 
 
-@pytest.mark.parametrize("name", TYPED)
+@pytest.mark.parametrize("name", DECLARED)
 def test_an_optional_tensor_may_be_none(name: str) -> None:
     declared = DECLARED[name]
-    assert declared.tensors is not None
     kinds = {name: kind.__forward_arg__ for name, kind in declared.tensors.__annotations__.items()}
     optional = {name for name, kind in kinds.items() if kind.endswith("| None")}
     # An output that is left out is made.

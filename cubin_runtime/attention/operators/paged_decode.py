@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 from ...dtypes import DTYPES
 from ...errors import UsageError
@@ -208,6 +208,26 @@ def _takes(sizes: CallSizes) -> bool:
 EXPLAINED = Explained(PAGED_DECODE.name, "decode", _takes, _shape_of, _select)
 
 
+class PagedDecodeTensors(TypedDict):
+    """The tensors of a paged decode by name, as ``PAGED_DECODE`` declares them; its scales may be numbers."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    page_table: Tensor
+    seq_lens: Tensor
+    out: Tensor | None
+    lse: Tensor | None
+    q_cu_seq_lens: Tensor | None
+    mask: Tensor | None
+    sinks: Tensor | None
+    softmax_scale: Scale | None
+    output_scale: Scale | None
+    global_seq_lens: Tensor | None
+    k_scale: Scale | None
+    v_scale: Scale | None
+
+
 class PagedDecodePlan(StepPlan):
     """A plan made by ``plan_paged_decode``. It has one launch, or two for some ragged ``batch_invariant`` decodes."""
 
@@ -254,7 +274,28 @@ class PagedDecodePlan(StepPlan):
             WorkspaceError: the workspace is too small or belongs to another stream.
             DeviceError: the kernel cannot be loaded or launched.
         """
-        self.run_step(locals(), workspace, stream)
+        self.run_step(
+            PagedDecodeTensors(
+                q=q,
+                k_cache=k_cache,
+                v_cache=v_cache,
+                page_table=page_table,
+                seq_lens=seq_lens,
+                out=out,
+                lse=lse,
+                q_cu_seq_lens=q_cu_seq_lens,
+                mask=mask,
+                sinks=sinks,
+                softmax_scale=softmax_scale,
+                output_scale=output_scale,
+                global_seq_lens=global_seq_lens,
+                k_scale=k_scale,
+                v_scale=v_scale,
+            ),
+            workspace,
+            stream,
+            max_seq_len=max_seq_len,
+        )
 
 
 def plan_paged_decode(
@@ -296,7 +337,23 @@ def plan_paged_decode(
     device instead of that of ``q``.
     It is a ``DeviceFacts`` or a name such as ``"H200"``; with it, torch's meta and fake tensors are taken, too.
     """
-    tensors = locals()
+    tensors = PagedDecodeTensors(
+        q=q,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        page_table=page_table,
+        seq_lens=seq_lens,
+        out=out,
+        lse=lse,
+        q_cu_seq_lens=q_cu_seq_lens,
+        mask=mask,
+        sinks=sinks,
+        softmax_scale=softmax_scale,
+        output_scale=output_scale,
+        global_seq_lens=global_seq_lens,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
     options = PagedDecodeOptions(
         max_seq_len=max_seq_len,
         kv_layout=kv_layout,
@@ -420,7 +477,23 @@ def paged_decode(
         MissingError, SourceError, CorruptError: the kernel is not available.
         DeviceError: the driver or the ABI gate rejects the launch.
     """
-    tensors = locals()
+    tensors = PagedDecodeTensors(
+        q=q,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        page_table=page_table,
+        seq_lens=seq_lens,
+        out=out,
+        lse=lse,
+        q_cu_seq_lens=q_cu_seq_lens,
+        mask=mask,
+        sinks=sinks,
+        softmax_scale=softmax_scale,
+        output_scale=output_scale,
+        global_seq_lens=global_seq_lens,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
     options = PagedDecodeOptions(
         max_seq_len=max_seq_len,
         kv_layout=kv_layout,
