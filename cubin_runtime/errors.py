@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+_NO_VALUE = object()
+
 
 class CubinRuntimeError(Exception):
-    """Base class of all exceptions of the package. Messages state what was given and what was expected."""
+    """Base class of all exceptions of the package. Messages state what was given and what was expected.
+
+    ``argument`` is the name of the argument that the message begins with; it is empty if the error is of none.
+    """
 
     exit_code = 1
+    argument = ""
 
 
 class UsageError(CubinRuntimeError, ValueError):
     """An argument is invalid; raised before anything is launched or written."""
 
     exit_code = 2
+
+    def __init__(self, message: str, *, argument: str = "", value: object = _NO_VALUE) -> None:
+        """Put the name of the argument, and its value if there is one, before the message."""
+        self.argument = argument
+        name = argument if value is _NO_VALUE else f"{argument}={value}"
+        super().__init__(f"{name}: {message}" if name else message)
 
 
 class PinError(CubinRuntimeError):

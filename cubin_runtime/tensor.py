@@ -44,7 +44,7 @@ class TensorView:
 
     def __post_init__(self) -> None:
         if not is_dtype(self.dtype):
-            raise UsageError(f"dtype={self.dtype!r}: expected one of {', '.join(ITEM_BYTES)}")
+            raise UsageError(f"expected one of {', '.join(ITEM_BYTES)}", argument="dtype", value=repr(self.dtype))
         if len(self.shape) != len(self.strides):
             raise UsageError(f"shape={self.shape} with strides={self.strides}: expected equal lengths")
 
@@ -100,8 +100,9 @@ def view_of(tensor: Tensor, name: str, *, written: bool = False) -> TensorView:
         view = _from_dlpack(tensor, name, written=written)
     else:
         raise UsageError(
-            f"{name}: got {type(tensor).__name__}, expected a TensorView, a torch tensor or an object with "
-            "__cuda_array_interface__ or __dlpack__"
+            f"got {type(tensor).__name__}, expected a TensorView, a torch tensor or an object with "
+            "__cuda_array_interface__ or __dlpack__",
+            argument=name,
         )
     if not traced.call:
         return view
@@ -118,16 +119,18 @@ def _from_torch(tensor: Any, name: str) -> TensorView:
     device = _torch_device(tensor, name)
     dtype = _torch_dtype(tensor.dtype)
     if not is_dtype(dtype):
-        raise UsageError(f"{name}: dtype {dtype}, expected one of {', '.join(ITEM_BYTES)}")
+        raise UsageError(f"dtype {dtype}, expected one of {', '.join(ITEM_BYTES)}", argument=name)
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(tensor, torch.Tensor):
         _check_of_torch(torch, tensor, name)
     if getattr(tensor, "requires_grad", False) and sys.modules["torch"].is_grad_enabled():
-        raise UsageError(f"{name}: requires grad, but no operator has a backward pass: call it under torch.no_grad()")
+        raise UsageError(
+            "requires grad, but no operator has a backward pass: call it under torch.no_grad()", argument=name
+        )
     try:
         address = tensor.data_ptr()
     except RuntimeError as error:
-        raise UsageError(f"{name}: a {type(tensor).__name__} without memory of its own ({error})") from error
+        raise UsageError(f"a {type(tensor).__name__} without memory of its own ({error})", argument=name) from error
     return TensorView(address_in(tensor, address), dtype, tuple(tensor.shape), tensor.stride(), device)
 
 
@@ -135,7 +138,7 @@ def _torch_device(tensor: Any, name: str) -> int:
     device = tensor.device
     if device.type != "cuda":
         planning = _TO_PLAN if device.type == "meta" else ""
-        raise UsageError(f"{name}: is on {device}, expected a CUDA device{planning}")
+        raise UsageError(f"is on {device}, expected a CUDA device{planning}", argument=name)
     return device.index or 0
 
 
@@ -144,15 +147,17 @@ def _check_of_torch(torch: Any, tensor: Any, name: str) -> None:
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         kind = type(tensor).__name__
         planning = _TO_PLAN if kind == "FakeTensor" else ""
-        raise UsageError(f"{name}: a {kind}, which need not have memory of its own: expected a Tensor{planning}")
+        raise UsageError(f"a {kind}, which need not have memory of its own: expected a Tensor{planning}", argument=name)
     if tensor.is_nested:
-        raise UsageError(f"{name}: a nested tensor, expected one with a single shape")
+        raise UsageError("a nested tensor, expected one with a single shape", argument=name)
     if tensor.layout is not torch.strided:
-        raise UsageError(f"{name}: layout {tensor.layout}, expected torch.strided")
+        raise UsageError(f"layout {tensor.layout}, expected torch.strided", argument=name)
     if tensor.is_neg():
-        raise UsageError(f"{name}: is negated lazily, its memory has the other sign: call resolve_neg() on it")
+        raise UsageError("is negated lazily, its memory has the other sign: call resolve_neg() on it", argument=name)
     if torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None:
-        raise UsageError(f"{name}: has a forward-mode tangent, but no operator has a derivative: unpack its primal")
+        raise UsageError(
+            "has a forward-mode tangent, but no operator has a derivative: unpack its primal", argument=name
+        )
 
 
 @lru_cache(maxsize=64)
@@ -167,28 +172,32 @@ def _from_array_interface(tensor: Any, name: str, *, written: bool) -> TensorVie
         typestr, shape, strides = described["typestr"], tuple(described["shape"]), described.get("strides")
         order, kind, size = typestr[0], typestr[1], int(typestr[2:])
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise UsageError(f"{name}: __cuda_array_interface__ {described!r}, expected data, shape, typestr") from error
+        raise UsageError(
+            f"__cuda_array_interface__ {described!r}, expected data, shape, typestr", argument=name
+        ) from error
     dtype = f"{_ARRAY_KINDS.get(kind, kind)}{size * 8}"
     if dtype == _BOOL:
         dtype = "bool"
     if not is_dtype(dtype) or (order != "<" and size > 1):
         raise UsageError(
-            f"{name}: typestr {typestr!r}, expected one of {', '.join(ITEM_BYTES)} in little-endian order ('<')"
+            f"typestr {typestr!r}, expected one of {', '.join(ITEM_BYTES)} in little-endian order ('<')", argument=name
         )
     if described.get("mask") is not None:
-        raise UsageError(f"{name}: a masked array, expected one without a mask")
+        raise UsageError("a masked array, expected one without a mask", argument=name)
     _check_writable(name, read_only=bool(read_only), written=written)
     view = TensorView.contiguous(pointer or 0, dtype, shape, _device_of(tensor))
     if strides is None:
         return view
     if any(stride % size for stride in strides):
-        raise UsageError(f"{name}: strides {tuple(strides)} in bytes, expected multiples of {size}, an element's size")
+        raise UsageError(
+            f"strides {tuple(strides)} in bytes, expected multiples of {size}, an element's size", argument=name
+        )
     return TensorView(view.pointer, dtype, shape, tuple(stride // size for stride in strides), view.device)
 
 
 def _check_writable(name: str, *, read_only: bool, written: bool) -> None:
     if read_only and written:
-        raise UsageError(f"{name}: is read-only, expected memory that the kernel may write")
+        raise UsageError("is read-only, expected memory that the kernel may write", argument=name)
 
 
 def _device_of(tensor: Any) -> int:
@@ -229,15 +238,16 @@ class _DLVersioned(ctypes.Structure):
 def _from_dlpack(tensor: Any, name: str, *, written: bool) -> TensorView:
     kind, device = map(int, tensor.__dlpack_device__())
     if kind != _CUDA_DEVICE:
-        raise UsageError(f"{name}: DLPack device type {kind}, expected {_CUDA_DEVICE} (CUDA)")
+        raise UsageError(f"DLPack device type {kind}, expected {_CUDA_DEVICE} (CUDA)", argument=name)
     capsule = _capsule_of(tensor, name)  # which must live for as long as what it points to is read
     held, flags = _content_of(capsule, name)
     _check_writable(name, read_only=bool(flags & _READ_ONLY), written=written)
     if flags & _COPIED:
-        raise UsageError(f"{name}: DLPack gave a copy, expected the tensor's own memory")
+        raise UsageError("DLPack gave a copy, expected the tensor's own memory", argument=name)
     if (held.device_type, held.device_id) != (kind, device):
         raise UsageError(
-            f"{name}: DLPack device {held.device_type, held.device_id}, but __dlpack_device__ gave {kind, device}"
+            f"DLPack device {held.device_type, held.device_id}, but __dlpack_device__ gave {kind, device}",
+            argument=name,
         )
     dtype = f"{_DLPACK_CODES.get(held.code, held.code)}{held.bits}"
     if (held.code, held.bits) == (_DLPACK_E4M3FN, 8):
@@ -245,7 +255,7 @@ def _from_dlpack(tensor: Any, name: str, *, written: bool) -> TensorView:
     if dtype == _BOOL:
         dtype = "bool"
     if not is_dtype(dtype) or held.lanes != 1:
-        raise UsageError(f"{name}: DLPack type {dtype} x {held.lanes}, expected one of {', '.join(ITEM_BYTES)}")
+        raise UsageError(f"DLPack type {dtype} x {held.lanes}, expected one of {', '.join(ITEM_BYTES)}", argument=name)
     shape = tuple(held.shape[i] for i in range(held.ndim))
     pointer = (held.data or 0) + held.byte_offset
     if not held.strides:
@@ -262,7 +272,7 @@ def _capsule_of(tensor: Any, name: str) -> Any:
         except TypeError:  # from before versions, when a read-only tensor could not be exported
             return tensor.__dlpack__(stream=-1)
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
-        raise UsageError(f"{name}: a {type(tensor).__name__} that DLPack cannot export ({error})") from error
+        raise UsageError(f"a {type(tensor).__name__} that DLPack cannot export ({error})", argument=name) from error
 
 
 def _content_of(capsule: Any, name: str) -> tuple[_DLTensor, int]:
@@ -270,10 +280,10 @@ def _content_of(capsule: Any, name: str) -> tuple[_DLTensor, int]:
     if _is_capsule(capsule, b"dltensor"):
         return _DLTensor.from_address(_pointer_of(capsule, b"dltensor")), 0
     if not _is_capsule(capsule, b"dltensor_versioned"):
-        raise UsageError(f"{name}: __dlpack__ gave {capsule!r}, expected a capsule that nobody has consumed")
+        raise UsageError(f"__dlpack__ gave {capsule!r}, expected a capsule that nobody has consumed", argument=name)
     managed = _DLVersioned.from_address(_pointer_of(capsule, b"dltensor_versioned"))
     if managed.major != 1:
-        raise UsageError(f"{name}: DLPack version {managed.major}.{managed.minor}, expected 1")
+        raise UsageError(f"DLPack version {managed.major}.{managed.minor}, expected 1", argument=name)
     return managed.tensor, managed.flags
 
 

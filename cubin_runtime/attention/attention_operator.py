@@ -161,13 +161,15 @@ class AttentionOperator(Operator):
         """As ``Operator``; without a bound it is the plan's."""
         bound = planned.max_seq_len if max_seq_len is None else integer("max_seq_len", max_seq_len)
         if not 0 <= bound <= planned.max_seq_len:
-            raise UsageError(f"max_seq_len={bound}: expected 0 to {planned.max_seq_len}, the plan's bound")
+            raise UsageError(
+                f"expected 0 to {planned.max_seq_len}, the plan's bound", argument="max_seq_len", value=bound
+            )
         softmax_scale = scales["softmax_scale"] * scales.get("k_scale", 1.0)
         output_scale = scales["output_scale"] * scales.get("v_scale", 1.0)
         if not isfinite(softmax_scale):
-            raise UsageError(f"softmax_scale={softmax_scale}: expected a finite number")
+            raise UsageError("expected a finite number", argument="softmax_scale", value=softmax_scale)
         if not isfinite(output_scale):
-            raise UsageError(f"output_scale={output_scale}: expected a finite number")
+            raise UsageError("expected a finite number", argument="output_scale", value=output_scale)
         return bound, softmax_scale * LOG2_E, output_scale
 
     def options_of_run(self, planned: AttentionOptions, numbers: Sequence[Any]) -> AttentionOptions:
@@ -187,13 +189,13 @@ def check_scale_shapes(tensors: CallTensors) -> None:
     for name in SCALES:
         scale = tensors.get(name)
         if scale is not None and prod(scale.shape) != 1:
-            raise UsageError(f"{name}: shape {scale.shape}, expected one element")
+            raise UsageError(f"shape {scale.shape}, expected one element", argument=name)
 
 
 def check_query_sums(sums: TensorView) -> None:
     """Check the shape of prefix sums of query tokens."""
     if len(sums.shape) != 1 or sums.shape[0] < 2:
-        raise UsageError(f"q_cu_seq_lens: shape {sums.shape}, expected (batch + 1,) for 1 request or more")
+        raise UsageError(f"shape {sums.shape}, expected (batch + 1,) for 1 request or more", argument="q_cu_seq_lens")
 
 
 def _longest(runtime: Runtime, q: Any, q_cu_seq_lens: Any, stream: int, most: int) -> int:
@@ -208,17 +210,19 @@ def _longest(runtime: Runtime, q: Any, q_cu_seq_lens: Any, stream: int, most: in
     driver = runtime.driver
     with driver.using(driver.context_on(view.device)):
         if driver.is_capturing(stream_handle(stream)):
-            raise UsageError("max_q_len: None while a stream captures, expected the bound")
+            raise UsageError("None while a stream captures, expected the bound", argument="max_q_len")
     try:
         bounds = runtime.memory.to_host(q_cu_seq_lens)
     except UsageError as error:
-        raise UsageError(f"max_q_len: None, expected the bound ({error})") from error
+        raise UsageError(f"None, expected the bound ({error})", argument="max_q_len") from error
     if not bounds or bounds[0] != 0 or bounds[-1] != tokens:
         came = f"from {bounds[0]} to {bounds[-1]}" if bounds else "empty"
-        raise UsageError(f"q_cu_seq_lens: {came}, expected from 0 to q's {tokens} tokens")
+        raise UsageError(f"{came}, expected from 0 to q's {tokens} tokens", argument="q_cu_seq_lens")
     for before, after in pairwise(bounds):
         if after < before:
-            raise UsageError(f"q_cu_seq_lens: {before} is followed by {after}, expected none to decrease")
+            raise UsageError(f"{before} is followed by {after}, expected none to decrease", argument="q_cu_seq_lens")
         if after - before > most:
-            raise UsageError(f"q_cu_seq_lens: a request of {after - before} query tokens, expected at most {most}")
+            raise UsageError(
+                f"a request of {after - before} query tokens, expected at most {most}", argument="q_cu_seq_lens"
+            )
     return max((after - before for before, after in pairwise(bounds)), default=0) or 1

@@ -44,7 +44,7 @@ def switch(name: str, value: Any) -> bool:
     """
     if value is True or value is False:
         return bool(value)
-    raise UsageError(f"{name}={shown(value)}: expected True or False")
+    raise UsageError("expected True or False", argument=name, value=shown(value))
 
 
 def word(name: str, value: Any) -> str:
@@ -55,7 +55,7 @@ def word(name: str, value: Any) -> str:
     """
     if isinstance(value, str):
         return value
-    raise UsageError(f"{name}={shown(value)}: expected a word")
+    raise UsageError("expected a word", argument=name, value=shown(value))
 
 
 def integer(name: str, value: Any) -> int:
@@ -67,9 +67,9 @@ def integer(name: str, value: Any) -> int:
     try:
         number = operator.index(value)
     except Exception:  # whatever an object of another library raises
-        raise UsageError(f"{name}={shown(value)}: expected an integer") from None
+        raise UsageError("expected an integer", argument=name, value=shown(value)) from None
     if not -_INTEGER_END <= number < _INTEGER_END:
-        raise UsageError(f"{name}={shown(number)}: expected an integer of at most 64 bits")
+        raise UsageError("expected an integer of at most 64 bits", argument=name, value=shown(number))
     return number
 
 
@@ -86,7 +86,7 @@ def real(name: str, value: Any) -> float:
         return math.inf
     except Exception:  # whatever an object of another library raises
         pass
-    raise UsageError(f"{name}={shown(value)}: expected a number")
+    raise UsageError("expected a number", argument=name, value=shown(value))
 
 
 _CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
@@ -120,25 +120,25 @@ def check_dtype(name: str, view: TensorView | None, expected: Sequence[str], why
     if view is not None and view.dtype not in expected:
         narrow = view.dtype in ("int64", "uint64") and "int32" in expected
         hint = ", torch's .int() converts it" if narrow else ""
-        raise UsageError(f"{name}: dtype {view.dtype}, expected {listed(expected)}{why}{hint}")
+        raise UsageError(f"dtype {view.dtype}, expected {listed(expected)}{why}{hint}", argument=name)
 
 
 def check_shape(name: str, view: TensorView | None, *expected: tuple[int, ...]) -> None:
     """Raise ``UsageError`` unless ``view`` is None or has one of the shapes ``expected``."""
     if view is not None and view.shape not in expected:
-        raise UsageError(f"{name}: shape {view.shape}, expected {' or '.join(map(str, expected))}")
+        raise UsageError(f"shape {view.shape}, expected {' or '.join(map(str, expected))}", argument=name)
 
 
 def check_lse_base(value: Any) -> None:
     """Raise ``UsageError`` unless ``value`` is a base of log-sum-exps."""
     if value not in _LSE_BASES:
-        raise UsageError(f"lse_base={value!r}: expected {' or '.join(map(repr, _LSE_BASES))}")
+        raise UsageError(f"expected {' or '.join(map(repr, _LSE_BASES))}", argument="lse_base", value=repr(value))
 
 
 def check_window(name: str, value: Any) -> None:
     """Raise ``UsageError`` unless ``value`` is a number of keys, or -1 for all."""
     if not -1 <= integer(name, value) < 1 << 31:
-        raise UsageError(f"{name}={value}: expected -1 (none) or more, below 2^31")
+        raise UsageError("expected -1 (none) or more, below 2^31", argument=name, value=value)
 
 
 def token_stride(name: str, view: TensorView, trailing: int) -> int:
@@ -156,8 +156,9 @@ def token_stride(name: str, view: TensorView, trailing: int) -> int:
     (batch, q_len), (request, token) = shape, strides
     if batch > 1 and request != q_len * token:
         raise UsageError(
-            f"{name}: strides {view.strides}, expected one stride between all tokens: {q_len * token} elements between "
-            f"requests of {q_len} tokens {token} elements apart"
+            f"strides {view.strides}, expected one stride between all tokens: {q_len * token} elements between "
+            f"requests of {q_len} tokens {token} elements apart",
+            argument=name,
         )
     return token
 

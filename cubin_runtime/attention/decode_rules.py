@@ -72,27 +72,27 @@ def check_queries(call: AttentionCall, most: int) -> None:
     if not call.ragged:
         if len(shape) not in (3, 4):
             raise UsageError(
-                f"q: shape {shape}, expected [batch, q_heads, head_dim] or [batch, q_len, q_heads, head_dim]"
+                f"shape {shape}, expected [batch, q_heads, head_dim] or [batch, q_len, q_heads, head_dim]", argument="q"
             )
         if bound is not None:
-            raise UsageError(f"max_q_len={bound}: expected only with q_cu_seq_lens")
+            raise UsageError("expected only with q_cu_seq_lens", argument="max_q_len", value=bound)
         if shape[0] < 1:
-            raise UsageError(f"q: shape {shape}, expected a batch of 1 or more")
+            raise UsageError(f"shape {shape}, expected a batch of 1 or more", argument="q")
         if not 1 <= (call.own_q_len or 0) <= most:
-            raise UsageError(f"q: {call.own_q_len} tokens per request, expected 1 to {most}")
+            raise UsageError(f"{call.own_q_len} tokens per request, expected 1 to {most}", argument="q")
         return
     if len(shape) != 3 or shape[0] < 1:
         raise UsageError(
-            f"q: shape {shape} with q_cu_seq_lens, expected [tokens, q_heads, head_dim] of 1 token or more"
+            f"shape {shape} with q_cu_seq_lens, expected [tokens, q_heads, head_dim] of 1 token or more", argument="q"
         )
     lens = call.tensors["seq_lens"].shape
     if len(lens) != 1 or lens[0] < 1:
-        raise UsageError(f"seq_lens: shape {lens}, expected (batch,) of 1 or more")
+        raise UsageError(f"shape {lens}, expected (batch,) of 1 or more", argument="seq_lens")
     check_shape("q_cu_seq_lens", call.tensors["q_cu_seq_lens"], (lens[0] + 1,))
     if bound is None:
-        raise UsageError(f"max_q_len: None with q_cu_seq_lens, expected a bound from 1 to {most}")
+        raise UsageError(f"None with q_cu_seq_lens, expected a bound from 1 to {most}", argument="max_q_len")
     if not 1 <= integer("max_q_len", bound) <= most:
-        raise UsageError(f"max_q_len={bound}: expected 1 to {most}")
+        raise UsageError(f"expected 1 to {most}", argument="max_q_len", value=bound)
 
 
 def check_shapes(call: AttentionCall, out: tuple[int, ...], kv_heads: int) -> None:
@@ -126,7 +126,9 @@ def check_options(call: AttentionCall, *, page_size: int, kv_heads: int) -> None
     capacity = columns * page_size
     if not 0 <= bound <= capacity:
         raise UsageError(
-            f"max_seq_len={bound}: expected 0 to {capacity}, which is what the page table's {columns} columns hold"
+            f"expected 0 to {capacity}, which is what the page table's {columns} columns hold",
+            argument="max_seq_len",
+            value=bound,
         )
     rows = call.q_len * (call.q_heads // kv_heads)
     output_tiles = call.batch * kv_heads * -(-rows // _SMALLEST_ROWS)
@@ -150,20 +152,22 @@ def _check_dealing(call: AttentionCall) -> None:
         return
     check_shape("global_seq_lens", tensors["global_seq_lens"], (call.batch,))
     if world < 2:
-        raise UsageError(f"cp_world={world}: expected 2 or more with global_seq_lens")
+        raise UsageError("expected 2 or more with global_seq_lens", argument="cp_world", value=world)
     if not 0 <= rank < world:
-        raise UsageError(f"cp_rank={rank}: expected 0 to {world - 1}, below cp_world")
+        raise UsageError(f"expected 0 to {world - 1}, below cp_world", argument="cp_rank", value=rank)
     if interleave < 1:
-        raise UsageError(f"cp_interleave={interleave}: expected 1 or more")
+        raise UsageError("expected 1 or more", argument="cp_interleave", value=interleave)
     if options.keys_of_all_ranks(options.max_seq_len) > MOST_KEYS:
         raise UsageError(
             f"(max_seq_len + cp_interleave) x cp_world={options.keys_of_all_ranks(options.max_seq_len)}: expected at "
             f"most {MOST_KEYS} keys on all ranks"
         )
     if tensors.get("mask") is not None:
-        raise UsageError("mask: given with global_seq_lens, expected None: query tokens are causal")
+        raise UsageError("given with global_seq_lens, expected None: query tokens are causal", argument="mask")
     if tensors.get("sinks") is not None:
-        raise UsageError("sinks: given with global_seq_lens, expected None: the merge of the ranks counts them once")
+        raise UsageError(
+            "given with global_seq_lens, expected None: the merge of the ranks counts them once", argument="sinks"
+        )
 
 
 def problem_values(call: AttentionCall) -> dict[str, Any]:

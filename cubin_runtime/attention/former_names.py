@@ -23,7 +23,7 @@ def renamed_options(function: str, former: Mapping[str, str], options: Mapping[s
     for name, value in options.items():
         today = former.get(name, name)
         if today in renamed or (today != name and today in options):
-            raise UsageError(f"{name}: given with {today}, of which it is the former name, expected one of them")
+            raise UsageError(f"given with {today}, of which it is the former name, expected one of them", argument=name)
         if today != name:
             words = f"{function}: {name} is now called {today}; the next minor version refuses the old name"
             warnings.warn(words, DeprecationWarning, stacklevel=stacklevel_of_user())

@@ -32,7 +32,7 @@ def pack_on_host(parents: Any, allowed: Any, max_q_len: int | None) -> Any:
             than ``max_q_len`` or 64.
     """
     if parents is not None and allowed is not None:
-        raise UsageError("allowed: given with parents, expected one of them")
+        raise UsageError("given with parents, expected one of them", argument="allowed")
     packed = _packed(parents, allowed, max_q_len)
     if not is_torch(parents if allowed is None else allowed):
         return packed
@@ -64,16 +64,18 @@ def _array(name: str, tree: Any, form: str, dimensions: int, kinds: str) -> NDAr
     try:
         array = numpy.asarray(tree)
     except (TypeError, ValueError) as error:
-        raise UsageError(f"{name}: got {type(tree).__name__}, expected {form} ({error})") from None
+        raise UsageError(f"got {type(tree).__name__}, expected {form} ({error})", argument=name) from None
     if array.ndim != dimensions or not array.size or array.dtype.kind not in kinds:
-        raise UsageError(f"{name}: {array.dtype} of shape {array.shape}, expected {form} of 1 or more")
+        raise UsageError(f"{array.dtype} of shape {array.shape}, expected {form} of 1 or more", argument=name)
     return array
 
 
 def _bound(max_q_len: int | None, most: int) -> int:
     bound = most if max_q_len is None else integer("max_q_len", max_q_len)
     if not most <= bound <= MAX_QUERIES:
-        raise UsageError(f"max_q_len={bound}: expected {most}, the query tokens of a request, to {MAX_QUERIES}")
+        raise UsageError(
+            f"expected {most}, the query tokens of a request, to {MAX_QUERIES}", argument="max_q_len", value=bound
+        )
     return bound
 
 
@@ -89,7 +91,9 @@ def _row_words(allowed: NDArray[Any]) -> NDArray[uint64]:
 
     batch, rows, columns = allowed.shape
     if rows != columns or (allowed.dtype.kind != "b" and (allowed >> 1 != 0).any()):
-        raise UsageError(f"allowed: {allowed.dtype} of shape {allowed.shape}, expected booleans [batch, q_len, q_len]")
+        raise UsageError(
+            f"{allowed.dtype} of shape {allowed.shape}, expected booleans [batch, q_len, q_len]", argument="allowed"
+        )
     padded = numpy.zeros((batch, rows, MAX_QUERIES), dtype=bool)
     padded[..., :columns] = allowed
     return numpy.packbits(padded, bitorder="little").view("<u8").reshape(batch, rows)

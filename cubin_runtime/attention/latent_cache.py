@@ -28,7 +28,7 @@ def latent_view(cache: TensorView, name: str = "kv_cache") -> TensorView:
         shape, strides = (shape[0], *shape[2:]), (strides[0], *strides[2:])
     if len(shape) != 3:
         raise UsageError(
-            f"{name}: shape {cache.shape}, expected [pages, page_size, width] or [pages, 1, page_size, width]"
+            f"shape {cache.shape}, expected [pages, page_size, width] or [pages, 1, page_size, width]", argument=name
         )
     pages, tokens, width = shape
     own = (strides[0], strides[1], width, strides[2])
@@ -44,15 +44,17 @@ def check_cache(q: TensorView, cache: TensorView) -> None:
     pages, page_size, _, width = cache.shape
     heads, columns = q.shape[-2:]
     if pages < 1:
-        raise UsageError("kv_cache: no pages, expected at least one")
+        raise UsageError("no pages, expected at least one", argument="kv_cache")
     if width <= ROPE:
-        raise UsageError(f"kv_cache: rows of {width} columns, expected latent columns and {ROPE} rope columns")
+        raise UsageError(
+            f"rows of {width} columns, expected latent columns and {ROPE} rope columns", argument="kv_cache"
+        )
     if columns != width:
-        raise UsageError(f"q: {columns} columns per head, expected {width}, like the rows of kv_cache")
+        raise UsageError(f"{columns} columns per head, expected {width}, like the rows of kv_cache", argument="q")
     if page_size not in PAGE_SIZES:
-        raise UsageError(f"kv_cache: page size {page_size}, expected one of {listed(PAGE_SIZES)}")
+        raise UsageError(f"page size {page_size}, expected one of {listed(PAGE_SIZES)}", argument="kv_cache")
     if not 1 <= heads <= MAX_HEADS:
-        raise UsageError(f"q: {heads} heads, expected 1 to {MAX_HEADS}")
+        raise UsageError(f"{heads} heads, expected 1 to {MAX_HEADS}", argument="q")
 
 
 KV_CACHE = TensorArg(

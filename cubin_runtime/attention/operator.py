@@ -119,7 +119,7 @@ class CallTensors(dict[str, TensorView]):
         device = self[first].device
         for arg, view in self._there:
             if view.device != device:
-                raise UsageError(f"{arg.name}: on device {view.device}, {first} is on device {device}")
+                raise UsageError(f"on device {view.device}, {first} is on device {device}", argument=arg.name)
 
     def check_addresses(self) -> None:
         """Check that every address is aligned as required, and that none is null."""
@@ -127,7 +127,7 @@ class CallTensors(dict[str, TensorView]):
             address = view.pointer
             if address % arg.alignment or not address:
                 raise UsageError(
-                    f"{arg.name}: address {address:#x}, expected a multiple of {arg.alignment} that is not 0"
+                    f"address {address:#x}, expected a multiple of {arg.alignment} that is not 0", argument=arg.name
                 )
 
     def check_memory(self) -> None:
@@ -137,28 +137,30 @@ class CallTensors(dict[str, TensorView]):
             shape, strides = view.shape, view.strides
             # A dimension of size 1 is never stepped over.
             if arg.rows and strides[-1] != 1 and shape[-1] > 1:
-                raise UsageError(f"{arg.name}: last stride {strides[-1]}, expected 1")
+                raise UsageError(f"last stride {strides[-1]}, expected 1", argument=arg.name)
             if strides and min(strides) < 0:
-                raise UsageError(f"{arg.name}: strides {strides}, expected no negative stride")
+                raise UsageError(f"strides {strides}, expected no negative stride", argument=arg.name)
             unit = arg.stride_bytes and arg.stride_bytes // ITEM_BYTES[view.dtype]
             uneven = unit > 1 and gcd(*strides[:-1]) % unit
             if uneven and [s for size, s in zip(shape[:-1], strides, strict=False) if size > 1 and s % unit]:
-                raise UsageError(f"{arg.name}: strides {strides}, expected multiples of {unit} elements")
+                raise UsageError(f"strides {strides}, expected multiples of {unit} elements", argument=arg.name)
             overlapping = arg.written and 0 in strides
             if overlapping and 0 in [stride for size, stride in zip(shape, strides, strict=True) if size > 1]:
-                raise UsageError(f"{arg.name}: strides {strides}, expected no overlapping elements")
+                raise UsageError(f"strides {strides}, expected no overlapping elements", argument=arg.name)
             if arg.contiguous and not view.is_contiguous:
-                raise UsageError(f"{arg.name}: shape {shape} with strides {strides}, expected a contiguous tensor")
+                raise UsageError(
+                    f"shape {shape} with strides {strides}, expected a contiguous tensor", argument=arg.name
+                )
 
     def check_planned(self, planned: Sequence[TensorSpec | None]) -> None:
         """Raise ``UsageError`` for the first tensor that is not of the form that a plan was made for."""
         for arg, came, expected in zip(self.declared, self.specs, planned, strict=True):
             name = arg.name
             if came and expected and came.device != expected.device:
-                raise UsageError(f"{name}: on device {came.device}, planned for device {expected.device}")
+                raise UsageError(f"on device {came.device}, planned for device {expected.device}", argument=name)
             if came != expected:
                 words = tuple(came) if came else "of no tensor", tuple(expected) if expected else "no tensor"
-                raise UsageError(f"{name}: dtype, shape, strides, device {words[0]}, planned for {words[1]}")
+                raise UsageError(f"dtype, shape, strides, device {words[0]}, planned for {words[1]}", argument=name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +253,7 @@ class Operator:
         for name in self.scales:
             number, arguments[name] = split_scale(arguments[name], name)
             if number == 0 and not self.takes_zero:
-                raise UsageError(f"{name}={number}: expected a number other than 0")
+                raise UsageError("expected a number other than 0", argument=name, value=number)
             numbers[name] = number
         return numbers
 

@@ -319,7 +319,7 @@ class OperatorPlan:
         runtime = self._runtime
         its = self.driver.context_device(context)
         if its != self.device:
-            raise UsageError(f"workspace: on device {its}, the plan is for tensors on device {self.device}")
+            raise UsageError(f"on device {its}, the plan is for tensors on device {self.device}", argument="workspace")
         names = (*self.operator.values, *(region.name for region in self.regions), *self.operator.numbers)
         prepared = PreparedLaunches(
             self.launch_plans(),

@@ -42,9 +42,9 @@ def cache_view(cache: TensorView, name: str, kv_layout: str) -> TensorView:
         UsageError: the layout is unknown or the cache has another rank than 4.
     """
     if kv_layout not in LAYOUTS:
-        raise UsageError(f"kv_layout={kv_layout!r}: expected NHD or HND")
+        raise UsageError("expected NHD or HND", argument="kv_layout", value=repr(kv_layout))
     if len(cache.shape) != 4:
-        raise UsageError(f"{name}: shape {cache.shape}, expected 4 dimensions in layout {kv_layout}")
+        raise UsageError(f"shape {cache.shape}, expected 4 dimensions in layout {kv_layout}", argument=name)
     if kv_layout == "NHD":
         return cache
     order = (0, 2, 1, 3)
@@ -63,14 +63,15 @@ def check_caches(q: TensorView, k: TensorView, v: TensorView, columns: int) -> N
     pages, page_size, kv_heads, _ = k.shape
     q_heads, head_dim = q.shape[-2:]
     if head_dim not in HEAD_DIMS:
-        raise UsageError(f"q: head dimension {head_dim}, expected one of {listed(HEAD_DIMS)}")
+        raise UsageError(f"head dimension {head_dim}, expected one of {listed(HEAD_DIMS)}", argument="q")
     if pages < 1 or kv_heads < 1:
-        raise UsageError(f"k_cache: {pages} pages of {kv_heads} KV heads, expected at least one of each")
+        raise UsageError(f"{pages} pages of {kv_heads} KV heads, expected at least one of each", argument="k_cache")
     check_page_size("k_cache", page_size, columns, kv_heads)
     if q_heads % kv_heads or not 1 <= q_heads // kv_heads <= MAX_GROUP:
         raise UsageError(
-            f"q: {q_heads} heads over {kv_heads} KV heads, expected a multiple of {kv_heads}: 1 to {MAX_GROUP} "
-            "query heads per KV head"
+            f"{q_heads} heads over {kv_heads} KV heads, expected a multiple of {kv_heads}: 1 to {MAX_GROUP} "
+            "query heads per KV head",
+            argument="q",
         )
     check_shape("k_cache", k, (pages, page_size, kv_heads, head_dim))
     check_shape("v_cache", v, k.shape)
@@ -85,7 +86,7 @@ def check_table(table: TensorView, batch: int, *, separate: bool = False) -> Non
     forms = [(batch,), (batch, 2)][: 1 + separate]
     if table.shape[:-1] not in forms or table.shape[-1] < 1:
         shapes = " or ".join(f"[{', '.join(map(str, form))}, columns]" for form in forms)
-        raise UsageError(f"page_table: shape {table.shape}, expected {shapes}")
+        raise UsageError(f"shape {table.shape}, expected {shapes}", argument="page_table")
 
 
 def value_table_offset(table: TensorView) -> int:
@@ -104,8 +105,9 @@ def check_page_size(name: str, page_size: int, columns: int, kv_heads: int) -> N
     if page_size not in PAGE_SIZES and not (columns == 1 and 1 <= page_size <= MOST_KEYS):
         hint = f"; the other kv_layout makes it {kv_heads}" if kv_heads in PAGE_SIZES else ""
         raise UsageError(
-            f"{name}: page size {page_size}, expected {listed(PAGE_SIZES)}, or any up to {MOST_KEYS} with one column "
-            f"in page_table{hint}"
+            f"page size {page_size}, expected {listed(PAGE_SIZES)}, or any up to {MOST_KEYS} with one column "
+            f"in page_table{hint}",
+            argument=name,
         )
 
 
@@ -117,7 +119,7 @@ def check_kv_scales(tensors: CallTensors, kv_dtype: str, batch: int, kv_heads: i
             continue
         check_shape(name, scale, (1,), (kv_heads,), (batch, kv_heads))
         if kv_dtype != E4M3:
-            raise UsageError(f"{name}: a tensor with {kv_dtype} keys and values, expected a number or None")
+            raise UsageError(f"a tensor with {kv_dtype} keys and values, expected a number or None", argument=name)
 
 
 def scale_strides(view: TensorView | None) -> tuple[int, int]:

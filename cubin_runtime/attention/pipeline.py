@@ -224,7 +224,7 @@ def _new_output(form: OutputForm, memory: TensorMemory) -> Any:
     try:
         return memory.empty(*form)
     except UsageError as error:
-        raise UsageError(f"out: None, expected a tensor ({error})") from error
+        raise UsageError(f"None, expected a tensor ({error})", argument="out") from error
 
 
 def _stream_of(runtime: PlanRuntime, stream: Stream | None, first: Any, name: str) -> int:

@@ -37,7 +37,9 @@ def split_scale(value: Any, name: str) -> tuple[float | None, Any]:
         return float32_number(name, value), None
     if isinstance(value, TensorView) or any(hasattr(value, has) for has in _TENSOR_MARKS):
         return None, value
-    raise UsageError(f"{name}: got {type(value).__name__}, expected a number or a float32 CUDA tensor of one element")
+    raise UsageError(
+        f"got {type(value).__name__}, expected a number or a float32 CUDA tensor of one element", argument=name
+    )
 
 
 def float32_number(name: str, value: Any) -> float:
@@ -48,7 +50,7 @@ def float32_number(name: str, value: Any) -> float:
     """
     number = real(name, value)
     if not -MAX_SCALE <= number <= MAX_SCALE:
-        raise UsageError(f"{name}={number}: expected a finite number, at most {MAX_SCALE:.3g} in size")
+        raise UsageError(f"expected a finite number, at most {MAX_SCALE:.3g} in size", argument=name, value=number)
     return number
 
 

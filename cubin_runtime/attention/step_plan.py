@@ -40,7 +40,7 @@ class StepPlan(OperatorPlan):
         for name, number in scales.items():
             planned = getattr(self.options, name)
             if number is not None and planned is None:
-                raise UsageError(f"{name}={number}: planned with None")
+                raise UsageError("planned with None", argument=name, value=number)
             scales[name] = planned if number is None else number
         return self.operator.launch_numbers(self.options, scales, arguments.get("max_seq_len"))
 
@@ -101,7 +101,7 @@ def bind_step(
     known = dict.fromkeys((*names, *plan.operator.number_arguments))
     for name in arguments:
         if name not in known:
-            raise UsageError(f"{name}: expected one of {', '.join(known)}")
+            raise UsageError(f"expected one of {', '.join(known)}", argument=name)
     scales = {name: arguments.get(name) for name in plan.operator.number_arguments}
     numbers = plan.numbers_of(scales)  # which leaves the scales that are tensors
     tensors = {name: scales.get(name, value) for name, value in arguments.items() if name in names}
@@ -154,7 +154,7 @@ class _FullStep:
         """The step with the tensors that are not bound."""
         plan = self.plan
         if plan is None:
-            raise UsageError("step: the bound step is closed")
+            raise UsageError("the bound step is closed", argument="step")
         names = (*(arg.name for arg in plan.operator.tensors), *plan.operator.number_arguments)
         ordered = zip((arg.name for arg in self.free), tensors, strict=True)
         plan.run_step({**dict.fromkeys(names), **self._bound, **dict(ordered)}, self.workspace, self.stream)

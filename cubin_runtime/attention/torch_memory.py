@@ -48,7 +48,9 @@ class TorchMemory:
     def check_scalable(self, name: str, tensor: Any) -> None:
         """As ``TensorMemory``."""
         if not is_torch(tensor):
-            raise UsageError(f"{name}: got {type(tensor).__name__}, expected a torch tensor where its base is changed")
+            raise UsageError(
+                f"got {type(tensor).__name__}, expected a torch tensor where its base is changed", argument=name
+            )
 
     def scale_in_place(self, tensor: Any, factor: float) -> None:
         """As ``TensorMemory``; a call that does it takes the full path each time."""
@@ -145,7 +147,7 @@ def _causal_ragged(lengths: Any, sums: Any, tokens: int) -> Any:
 def _check_counts(name: str, values: tuple[Any, ...], purpose: str) -> None:
     other = next((value for value in values if not isinstance(value, int) and not is_torch(value)), None)
     if other is not None:
-        raise UsageError(f"{name}: got {type(other).__name__}, expected torch tensors {purpose}")
+        raise UsageError(f"got {type(other).__name__}, expected torch tensors {purpose}", argument=name)
 
 
 def _check_torch(tensor: Any, what: str) -> None:

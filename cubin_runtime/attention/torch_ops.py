@@ -93,7 +93,8 @@ class TorchOp:
             value = arguments[name]
             if isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled():
                 raise UsageError(
-                    f"{name}: requires grad, but this operator has no backward pass: call it under torch.no_grad()"
+                    "requires grad, but this operator has no backward pass: call it under torch.no_grad()",
+                    argument=name,
                 )
             if kind == _SCALE:
                 is_tensor = isinstance(value, torch.Tensor)
@@ -105,7 +106,9 @@ class TorchOp:
                 packed.append(value)
         for name, value in arguments.items():
             if name not in self.kinds and name not in self.dropped and value != self.fixed[name]:
-                raise UsageError(f"{name}: given to a call that torch traces, expected {self.fixed[name]!r} there")
+                raise UsageError(
+                    f"given to a call that torch traces, expected {self.fixed[name]!r} there", argument=name
+                )
         getattr(torch.ops.cubin_runtime, self.name)(*packed)
         return result
 

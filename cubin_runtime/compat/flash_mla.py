@@ -84,10 +84,12 @@ def flash_mla_with_kvcache(
     }
     _refuse(extra, "no kernel takes a second cache, expected None")
     if head_dim_v != LATENT:
-        raise UsageError(f"head_dim_v={head_dim_v!r}: expected {LATENT}")
+        raise UsageError(f"expected {LATENT}", argument="head_dim_v", value=repr(head_dim_v))
     batch, q_len, heads, columns = shape_of(q, "q", 4)
     if shape_of(k_cache, "k_cache", 4)[2] != 1:
-        raise UsageError(f"k_cache: shape {tuple(k_cache.shape)}, expected one head, [pages, page_size, 1, width]")
+        raise UsageError(
+            f"shape {tuple(k_cache.shape)}, expected one head, [pages, page_size, 1, width]", argument="k_cache"
+        )
     scale = columns**-0.5 if softmax_scale is None else softmax_scale
     out = torch.empty(batch, q_len, heads, LATENT, dtype=torch.bfloat16, device=q.device)
     lse = torch.empty(batch, q_len, heads, dtype=torch.float32, device=q.device)
@@ -105,9 +107,9 @@ def flash_mla_with_kvcache(
         if causal:
             raise UsageError("causal=True: with indices, expected False: a list decides what a query token sees")
         if is_fp8_kvcache != (k_cache.element_size() == 1):
-            raise UsageError(f"is_fp8_kvcache={is_fp8_kvcache}: k_cache has dtype {k_cache.dtype}")
+            raise UsageError(f"k_cache has dtype {k_cache.dtype}", argument="is_fp8_kvcache", value=is_fp8_kvcache)
         if shape_of(indices, "indices", 3)[:2] != (batch, q_len):
-            raise UsageError(f"indices: shape {tuple(indices.shape)}, expected [{batch}, {q_len}, width]")
+            raise UsageError(f"shape {tuple(indices.shape)}, expected [{batch}, {q_len}, width]", argument="indices")
         sparse_mla_decode(
             q.flatten(0, 1),
             k_cache,
@@ -131,4 +133,4 @@ def _of_tokens(lengths: Any, q_len: int) -> Any:
 def _refuse(arguments: dict[str, Any], why: str) -> None:
     for name, value in arguments.items():
         if value is not None:
-            raise UsageError(f"{name}: {why}")
+            raise UsageError(f"{why}", argument=name)

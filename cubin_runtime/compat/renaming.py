@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 
 from ..errors import UsageError, WorkspaceError
 
-_NAMED = re.compile(r"(\w*)(.*)", re.DOTALL)
-
 
 def renamed(error: UsageError | WorkspaceError, names: Mapping[str, str]) -> UsageError | WorkspaceError:
-    """``error`` with the argument that its message begins with called as ``names`` says, if it is there."""
-    name, rest = _NAMED.fullmatch(str(error)).groups()  # type: ignore[union-attr]  # it matches any text
-    kind = UsageError if isinstance(error, UsageError) else WorkspaceError
-    return kind(f"{names[name]}{rest}") if name in names else error
+    """Return ``error`` with its argument called as ``names`` says, if it is there."""
+    if error.argument not in names:
+        return error
+    name, kind = names[error.argument], UsageError if isinstance(error, UsageError) else WorkspaceError
+    other = kind(f"{name}{str(error).removeprefix(error.argument)}")
+    other.argument = name
+    return other

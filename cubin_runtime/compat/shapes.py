@@ -21,5 +21,7 @@ def shape_of(tensor: Any, name: str, *ranks: int) -> tuple[int, ...]:
     """
     shape = tuple(tensor.shape) if is_torch(tensor) else view_of(tensor, name).shape
     if ranks and len(shape) not in ranks:
-        raise UsageError(f"{name}: shape {shape}, expected {' or '.join(str(rank) for rank in ranks)} dimensions")
+        raise UsageError(
+            f"shape {shape}, expected {' or '.join(str(rank) for rank in ranks)} dimensions", argument=name
+        )
     return shape

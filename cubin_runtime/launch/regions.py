@@ -45,7 +45,9 @@ def place_regions(what: str, address: int, nbytes: int, needed: Sequence[Region]
     end = _end(address, needed) - address
     if end > nbytes:
         parts = ", ".join(f"{region.name} {region.nbytes}" for region in needed)
-        raise WorkspaceError(f"{what} of {nbytes} bytes: {end} bytes are needed ({parts})")
+        error = WorkspaceError(f"{what} of {nbytes} bytes: {end} bytes are needed ({parts})")
+        error.argument = what
+        raise error
     addresses: dict[str, int] = {}
     at = address
     for region in needed:

@@ -14,14 +14,29 @@ PAGE = PAGES["docs/troubleshooting.md"]
 QUOTED = re.findall(r"^\| `([^`]+)` \|", PAGE, re.MULTILINE)
 
 
+def _text(node: ast.AST) -> str | None:
+    """A string, with an ellipsis for each value that is put in; None: the node is none."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(str(part.value) if isinstance(part, ast.Constant) else "\u2026" for part in node.values)
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
+
+
+def _message(call: ast.Call) -> str | None:
+    """The message of an error that names an argument."""
+    keywords = {keyword.arg: keyword.value for keyword in call.keywords}
+    if "argument" not in keywords or not call.args:
+        return None
+    name, value = _text(keywords["argument"]) or "\u2026", "=\u2026" if "value" in keywords else ""
+    return f"{name}{value}: {_text(call.args[0])}"
+
+
 def _texts() -> Iterator[str]:
-    """The strings of the package, with an ellipsis for each value that is put in."""
+    """The strings and messages of the package."""
     for module in (ROOT / "cubin_runtime").rglob("*.py"):
         for node in ast.walk(ast.parse(module.read_text())):
-            if isinstance(node, ast.JoinedStr):
-                yield "".join(str(part.value) if isinstance(part, ast.Constant) else "\u2026" for part in node.values)
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                yield node.value
+            text = _message(node) if isinstance(node, ast.Call) else _text(node)
+            if text is not None:
+                yield text
 
 
 TEXTS = frozenset(_texts())

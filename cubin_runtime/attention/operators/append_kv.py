@@ -107,19 +107,20 @@ def _check(call: Call) -> None:
     tensors.check_dtypes()
     if len(k.shape) not in (3, 4) or prod(k.shape) < 1:
         raise UsageError(
-            f"k: shape {k.shape}, expected [tokens, kv_heads, head_dim] or [batch, tokens, kv_heads, head_dim] "
-            "of 1 token or more"
+            f"shape {k.shape}, expected [tokens, kv_heads, head_dim] or [batch, tokens, kv_heads, head_dim] "
+            "of 1 token or more",
+            argument="k",
         )
     if prod(k.shape[:-2]) > _MOST_TOKENS:
-        raise UsageError(f"k: shape {k.shape}, expected at most {_MOST_TOKENS} tokens")
+        raise UsageError(f"shape {k.shape}, expected at most {_MOST_TOKENS} tokens", argument="k")
     _check_caches(k, v, k_cache, v_cache)
     _check_whose(call)
     if k.dtype != v.dtype:
-        raise UsageError(f"v: dtype {v.dtype}, expected {k.dtype}, like k")
+        raise UsageError(f"dtype {v.dtype}, expected {k.dtype}, like k", argument="v")
     for name in KV_SCALES:
         if k.dtype == k_cache.dtype and (getattr(options, name) is not None or tensors.get(name) is not None):
             raise UsageError(
-                f"{name}: given with {k.dtype} keys and {k_cache.dtype} caches, which are copied; expected None"
+                f"given with {k.dtype} keys and {k_cache.dtype} caches, which are copied; expected None", argument=name
             )
         if tensors.get(name) is not None:
             check_shape(name, tensors[name], (1,), (k_cache.shape[2],), (_batch(call), k_cache.shape[2]))
@@ -133,11 +134,12 @@ def _check_caches(k: TensorView, v: TensorView, k_cache: TensorView, v_cache: Te
     pages, page_size, kv_heads, dim = k_cache.shape
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if prod(cache.shape[:3]) < 1:
-            raise UsageError(f"{name}: shape {cache.shape}, expected at least one page, slot and head")
+            raise UsageError(f"shape {cache.shape}, expected at least one page, slot and head", argument=name)
         if cache.shape[3] % HEAD_DIM_STEP or not 2 * HEAD_DIM_STEP <= cache.shape[3] <= MAX_HEAD_DIM:
             raise UsageError(
-                f"{name}: head dimension {cache.shape[3]}, expected a multiple of {HEAD_DIM_STEP} from "
-                f"{2 * HEAD_DIM_STEP} to {MAX_HEAD_DIM}"
+                f"head dimension {cache.shape[3]}, expected a multiple of {HEAD_DIM_STEP} from "
+                f"{2 * HEAD_DIM_STEP} to {MAX_HEAD_DIM}",
+                argument=name,
             )
     check_shape("v_cache", v_cache, (pages, page_size, kv_heads, v_cache.shape[3]))
     check_shape("k", k, (*k.shape[:-2], kv_heads, dim))
@@ -145,8 +147,9 @@ def _check_caches(k: TensorView, v: TensorView, k_cache: TensorView, v_cache: Te
     units = kv_heads * (_units(k_cache) + _units(v_cache))
     if units > CONSTANTS.append_max_units:
         raise UsageError(
-            f"k_cache: {units * UNIT_BYTES} bytes of keys and values per token, expected at most "
-            f"{CONSTANTS.append_max_units * UNIT_BYTES}"
+            f"{units * UNIT_BYTES} bytes of keys and values per token, expected at most "
+            f"{CONSTANTS.append_max_units * UNIT_BYTES}",
+            argument="k_cache",
         )
 
 
@@ -157,18 +160,22 @@ def _check_whose(call: Call) -> None:
     positions, requests = tensors.get("positions"), tensors.get("batch_indices")
     table, bounds = tensors["page_table"], tensors.get("page_indptr")
     if (lengths is None) == (positions is None):
-        raise UsageError(f"seq_lens: {_given(lengths)} with positions {_given(positions)}, expected one of them")
+        raise UsageError(
+            f"{_given(lengths)} with positions {_given(positions)}, expected one of them", argument="seq_lens"
+        )
     if (positions is None) != (requests is None):
-        raise UsageError(f"batch_indices: {_given(requests)}, expected exactly when positions is given")
+        raise UsageError(f"{_given(requests)}, expected exactly when positions is given", argument="batch_indices")
     if positions is not None and offsets is not None:
-        raise UsageError("q_cu_seq_lens: given with positions, expected only with seq_lens")
+        raise UsageError("given with positions, expected only with seq_lens", argument="q_cu_seq_lens")
     ragged = positions is not None or offsets is not None
     if ragged != (len(k.shape) == 3):
         form = "[tokens, kv_heads, head_dim]" if ragged else "[batch, tokens, kv_heads, head_dim]"
-        raise UsageError(f"k: shape {k.shape}, expected {form} {'with' if ragged else 'without'} offsets or positions")
+        raise UsageError(
+            f"shape {k.shape}, expected {form} {'with' if ragged else 'without'} offsets or positions", argument="k"
+        )
     batch = _batch(call)
     if batch < 1:
-        raise UsageError("page_table: no requests, expected 1 or more")
+        raise UsageError("no requests, expected 1 or more", argument="page_table")
     check_shape("seq_lens", lengths, (batch,))
     check_shape("q_cu_seq_lens", offsets, (batch + 1,))
     for name, view in (("positions", positions), ("batch_indices", requests)):
@@ -176,9 +183,11 @@ def _check_whose(call: Call) -> None:
     if bounds is not None:
         check_shape("page_indptr", bounds, (batch + 1,))
         if len(table.shape) != 1 or table.shape[0] < 1:
-            raise UsageError(f"page_table: shape {table.shape} with page_indptr, expected [page ids] of 1 or more")
+            raise UsageError(
+                f"shape {table.shape} with page_indptr, expected [page ids] of 1 or more", argument="page_table"
+            )
     elif len(table.shape) != 2 or table.shape[0] != batch or table.shape[1] < 1:
-        raise UsageError(f"page_table: shape {table.shape}, expected [{batch}, columns]")
+        raise UsageError(f"shape {table.shape}, expected [{batch}, columns]", argument="page_table")
 
 
 def _given(view: TensorView | None) -> str:

@@ -98,7 +98,7 @@ def _kv_view(view: TensorView, name: str, options: Any) -> TensorView:
         return cache_view(view, name, options.kv_layout)
     if len(view.shape) != 3 or options.kv_layout != "NHD":
         words = "[tokens, kv_heads, head_dim]" if options.kv_layout == "NHD" else "4 dimensions"
-        raise UsageError(f"{name}: shape {view.shape}, expected {words} in layout {options.kv_layout}")
+        raise UsageError(f"shape {view.shape}, expected {words} in layout {options.kv_layout}", argument=name)
     return view
 
 
@@ -162,20 +162,21 @@ def _check_queries(call: AttentionCall) -> None:
     if call.ragged:
         check_query_sums(call.tensors["q_cu_seq_lens"])
         if len(shape) != 3:
-            raise UsageError(f"q: shape {shape} with q_cu_seq_lens, expected [tokens, q_heads, head_dim]")
+            raise UsageError(f"shape {shape} with q_cu_seq_lens, expected [tokens, q_heads, head_dim]", argument="q")
         if bound is not None and not 1 <= integer("max_q_len", bound) <= _MOST:
-            raise UsageError(f"max_q_len={bound}: expected 1 to {_MOST}")
+            raise UsageError(f"expected 1 to {_MOST}", argument="max_q_len", value=bound)
     elif len(shape) != 4:
         raise UsageError(
-            f"q: shape {shape}, expected [batch, q_len, q_heads, head_dim], or [tokens, q_heads, head_dim] with "
-            "q_cu_seq_lens"
+            f"shape {shape}, expected [batch, q_len, q_heads, head_dim], or [tokens, q_heads, head_dim] with "
+            "q_cu_seq_lens",
+            argument="q",
         )
     elif bound is not None:
-        raise UsageError(f"max_q_len={bound}: expected only with q_cu_seq_lens")
+        raise UsageError("expected only with q_cu_seq_lens", argument="max_q_len", value=bound)
     if not 1 <= prod(shape[:-2]) <= _MOST or shape[-2] < 1:
-        raise UsageError(f"q: shape {shape}, expected 1 to {_MOST} tokens of 1 head or more")
+        raise UsageError(f"shape {shape}, expected 1 to {_MOST} tokens of 1 head or more", argument="q")
     if shape[-1] not in HEAD_DIMS:
-        raise UsageError(f"q: head dimension {shape[-1]}, expected {listed(HEAD_DIMS)}")
+        raise UsageError(f"head dimension {shape[-1]}, expected {listed(HEAD_DIMS)}", argument="q")
 
 
 def _check_keys(call: AttentionCall) -> None:
@@ -183,25 +184,29 @@ def _check_keys(call: AttentionCall) -> None:
     heads, columns = call.q.shape[-2:]
     if is_paged(call):
         if len(k.shape) != 4 or k.shape[0] < 1:
-            raise UsageError(f"k: shape {k.shape} with page_table, expected [pages, page_size, kv_heads, head_dim]")
+            raise UsageError(
+                f"shape {k.shape} with page_table, expected [pages, page_size, kv_heads, head_dim]", argument="k"
+            )
         check_table(tensors["page_table"], call.batch, separate=True)
         check_page_size("k", k.shape[1], tensors["page_table"].shape[-1], k.shape[2])
         if tensors.get("seq_lens") is None:
-            raise UsageError("seq_lens: None with page_table, expected the lengths")
+            raise UsageError("None with page_table, expected the lengths", argument="seq_lens")
         if tensors.get("kv_cu_seq_lens") is not None:
-            raise UsageError("kv_cu_seq_lens: given with page_table, expected seq_lens alone")
+            raise UsageError("given with page_table, expected seq_lens alone", argument="kv_cu_seq_lens")
     elif (len(k.shape) == 3) != (tensors.get("kv_cu_seq_lens") is not None):
         raise UsageError(
-            f"k: shape {k.shape}, expected [tokens, kv_heads, head_dim] with kv_cu_seq_lens, or "
-            "[batch, kv_len, kv_heads, head_dim] without"
+            f"shape {k.shape}, expected [tokens, kv_heads, head_dim] with kv_cu_seq_lens, or "
+            "[batch, kv_len, kv_heads, head_dim] without",
+            argument="k",
         )
     elif not 1 <= prod(k.shape[:-2]) <= _MOST:
-        raise UsageError(f"k: shape {k.shape}, expected 1 to {_MOST} tokens")
+        raise UsageError(f"shape {k.shape}, expected 1 to {_MOST} tokens", argument="k")
     kv_heads = k.shape[-2]
     if kv_heads < 1 or heads % kv_heads or heads // kv_heads > MAX_GROUP:
         raise UsageError(
-            f"q: {heads} heads over {kv_heads} KV heads, expected a multiple of {kv_heads}: 1 to {MAX_GROUP} "
-            "query heads per KV head"
+            f"{heads} heads over {kv_heads} KV heads, expected a multiple of {kv_heads}: 1 to {MAX_GROUP} "
+            "query heads per KV head",
+            argument="q",
         )
     lead = k.shape[:-2] if is_paged(call) or len(k.shape) == 3 else (call.batch, k.shape[1])
     check_shape("k", k, (*lead, kv_heads, columns))
@@ -216,7 +221,7 @@ def _check_shapes(call: AttentionCall) -> None:
     check_shape("kv_cu_seq_lens", tensors.get("kv_cu_seq_lens"), (batch + 1,))
     check_shape("sinks", tensors.get("sinks"), (call.q_heads,), (kv_heads, call.q_heads // kv_heads))
     if tensors["out"].dtype != call.q.dtype:
-        raise UsageError(f"out: dtype {tensors['out'].dtype}, expected {call.q.dtype}, like q")
+        raise UsageError(f"dtype {tensors['out'].dtype}, expected {call.q.dtype}, like q", argument="out")
     check_kv_scales(tensors, tensors["k"].dtype, batch, kv_heads)
     check_scale_shapes(tensors)
 
@@ -225,14 +230,16 @@ def _check_options(call: AttentionCall) -> None:
     options = call.options
     bound, most = integer("max_seq_len", options.max_seq_len), min(_capacity(call), _MOST)
     if not 0 <= bound <= most:
-        raise UsageError(f"max_seq_len={bound}: expected 0 to {most}, the maximum number of keys of a request")
+        raise UsageError(
+            f"expected 0 to {most}, the maximum number of keys of a request", argument="max_seq_len", value=bound
+        )
     for name in ("window_left", "window_right"):
         check_window(name, getattr(options, name))
     if options.causal and options.window_right > 0:
-        raise UsageError(f"window_right={options.window_right}: expected -1 or 0 with causal=True")
+        raise UsageError("expected -1 or 0 with causal=True", argument="window_right", value=options.window_right)
     check_lse_base(options.lse_base)
     if float32_number("logit_soft_cap", options.logit_soft_cap) < 0:
-        raise UsageError(f"logit_soft_cap={options.logit_soft_cap}: expected 0 (none) or more")
+        raise UsageError("expected 0 (none) or more", argument="logit_soft_cap", value=options.logit_soft_cap)
 
 
 def _problem(call: AttentionCall) -> ContextProblem:
@@ -332,15 +339,19 @@ def _shape_of(sizes: CallSizes) -> ContextShape:
     heads_kv = 8 if sizes.heads_kv is None else sizes.heads_kv
     sizes.check(MOST, MOST, PAGE_SIZES)
     if sizes.head_dim not in HEAD_DIMS:
-        raise UsageError(f"head_dim={sizes.head_dim}: expected one of {', '.join(map(str, HEAD_DIMS))}")
+        raise UsageError(f"expected one of {', '.join(map(str, HEAD_DIMS))}", argument="head_dim", value=sizes.head_dim)
     value_dim = VALUE_DIMS[sizes.head_dim]
     if sizes.head_dim_v not in (None, value_dim):
-        raise UsageError(f"head_dim_v={sizes.head_dim_v}: expected {value_dim} with head_dim={sizes.head_dim}")
+        raise UsageError(
+            f"expected {value_dim} with head_dim={sizes.head_dim}", argument="head_dim_v", value=sizes.head_dim_v
+        )
     if not 1 <= heads_kv <= MOST or sizes.heads_q % heads_kv or sizes.heads_q > MAX_GROUP * heads_kv:
-        raise UsageError(f"heads_q={sizes.heads_q}: expected 1 to {MAX_GROUP} for each of heads_kv={heads_kv}")
+        raise UsageError(
+            f"expected 1 to {MAX_GROUP} for each of heads_kv={heads_kv}", argument="heads_q", value=sizes.heads_q
+        )
     dtype = sizes.query_dtype(Q_DTYPES)
     if sizes.dtype_out not in (None, dtype):
-        raise UsageError(f"dtype_out={sizes.dtype_out!r}: expected {dtype}, like the queries")
+        raise UsageError(f"expected {dtype}, like the queries", argument="dtype_out", value=repr(sizes.dtype_out))
     return ContextShape(
         dtype=dtype,
         kv_dtype=sizes.dtype_kv,

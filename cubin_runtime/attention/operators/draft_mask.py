@@ -60,19 +60,20 @@ def _bound(call: Call) -> tuple[int, int]:
     elements, ragged = MASK_ELEMENTS[out.dtype], tensors.get("q_cu_seq_lens") is not None
     if len(out.shape) != (2 if ragged else 3) or prod(out.shape) < 1:
         form = "[tokens, words] with" if ragged else "[batch, q_len, words] without"
-        raise UsageError(f"out: shape {out.shape}, expected {form} q_cu_seq_lens, of 1 word or more")
+        raise UsageError(f"shape {out.shape}, expected {form} q_cu_seq_lens, of 1 word or more", argument="out")
     words = out.shape[-1] // elements
     if not ragged:
         q_len = out.shape[1]
         if q_len > MAX_QUERIES:
-            raise UsageError(f"out: {q_len} query tokens per request, expected 1 to {MAX_QUERIES}")
+            raise UsageError(f"{q_len} query tokens per request, expected 1 to {MAX_QUERIES}", argument="out")
         words = mask_words(q_len)
         check_shape("out", out, (*out.shape[:2], words * elements))
         return q_len, words
     if words * elements != out.shape[-1] or not 1 <= words * MASK_BITS <= MAX_QUERIES:
         raise UsageError(
-            f"out: {out.shape[-1]} elements of {out.dtype} per token, expected {elements} for every {MASK_BITS} query "
-            f"tokens of a request, of which there are at most {MAX_QUERIES}"
+            f"{out.shape[-1]} elements of {out.dtype} per token, expected {elements} for every {MASK_BITS} query "
+            f"tokens of a request, of which there are at most {MAX_QUERIES}",
+            argument="out",
         )
     allowed = tensors.get("allowed")
     columns = words * MASK_BITS if allowed is None or not allowed.shape else allowed.shape[-1]
@@ -83,13 +84,13 @@ def _check(call: Call) -> None:
     tensors, out = call.tensors, call.tensors["out"]
     parents, allowed, sums = tensors.get("parents"), tensors.get("allowed"), tensors.get("q_cu_seq_lens")
     if parents is not None and allowed is not None:
-        raise UsageError("allowed: given with parents, expected one of them")
+        raise UsageError("given with parents, expected one of them", argument="allowed")
     tensors.check_dtypes()
     q_len, _ = _bound(call)
     check_shape("parents", parents, out.shape[:-1])
     check_shape("allowed", allowed, (*out.shape[:-1], q_len))
     if sums is not None and (len(sums.shape) != 1 or sums.shape[0] < 2):
-        raise UsageError(f"q_cu_seq_lens: shape {sums.shape}, expected (batch + 1,) of 1 request or more")
+        raise UsageError(f"shape {sums.shape}, expected (batch + 1,) of 1 request or more", argument="q_cu_seq_lens")
     tensors.check_devices()
     tensors.check_memory()
     for name, view, trailing in (("parents", parents, 0), ("allowed", allowed, 1)):
@@ -123,18 +124,18 @@ def _output(arguments: Given) -> OutputForm:
     source = "allowed" if arguments["parents"] is None else "parents"
     tree, ragged, bound = arguments[source], arguments["q_cu_seq_lens"] is not None, arguments["max_q_len"]
     if tree is None:
-        raise UsageError("out: None without parents and allowed, expected a tensor")
+        raise UsageError("None without parents and allowed, expected a tensor", argument="out")
     shape = shape_of(tree, source)
     tokens = shape[:-1] if source == "allowed" else shape
     if len(tokens) != (1 if ragged else 2):
         form = "[tokens, ...] with" if ragged else "[batch, q_len, ...] without"
-        raise UsageError(f"{source}: shape {shape}, expected {form} q_cu_seq_lens")
+        raise UsageError(f"shape {shape}, expected {form} q_cu_seq_lens", argument=source)
     if not ragged or source == "allowed":
         bound = shape[-1]
     if bound is None:
-        raise UsageError("max_q_len: None with q_cu_seq_lens and without out, expected the bound")
+        raise UsageError("None with q_cu_seq_lens and without out, expected the bound", argument="max_q_len")
     if not 1 <= integer("max_q_len", bound) <= MAX_QUERIES:
-        raise UsageError(f"max_q_len={bound}: expected 1 to {MAX_QUERIES} query tokens per request")
+        raise UsageError(f"expected 1 to {MAX_QUERIES} query tokens per request", argument="max_q_len", value=bound)
     return OutputForm(tree, (*tokens, mask_words(bound) * MASK_ELEMENTS[_DTYPE]), _DTYPE)
 
 
@@ -157,7 +158,7 @@ DRAFT_MASK = Operator(
 def _shape_of(sizes: CallSizes) -> DraftMaskShape:
     for name, most in (("batch", MOST), ("q_len", MAX_QUERIES)):
         if not 1 <= getattr(sizes, name) <= most:
-            raise UsageError(f"{name}={getattr(sizes, name)}: expected 1 to {most}")
+            raise UsageError(f"expected 1 to {most}", argument=name, value=getattr(sizes, name))
     return DraftMaskShape(batch=sizes.batch, q_len=sizes.q_len)
 
 
@@ -255,7 +256,7 @@ def draft_mask(
     if is_on_host(parents) or is_on_host(allowed):
         for name, tensor in (("q_cu_seq_lens", q_cu_seq_lens), ("out", out)):
             if tensor is not None:
-                raise UsageError(f"{name}: given with a tree on the host, expected None")
+                raise UsageError("given with a tree on the host, expected None", argument=name)
         return pack_on_host(parents, allowed, max_q_len)
     tensors = DraftMaskTensors(out=out, parents=parents, allowed=allowed, q_cu_seq_lens=q_cu_seq_lens)
     arguments = {**tensors, "max_q_len": max_q_len}  # which the form of an output follows from

@@ -75,20 +75,24 @@ def _check(call: Call) -> None:
     tensors, parts = call.tensors, call.tensors["parts"]
     if len(parts.shape) != 4 or prod(parts.shape) < 1:
         raise UsageError(
-            f"parts: shape {parts.shape}, expected [tokens, parts, heads, head_dim] or [tokens, heads, head_dim] with "
-            "elements"
+            f"shape {parts.shape}, expected [tokens, parts, heads, head_dim] or [tokens, heads, head_dim] with "
+            "elements",
+            argument="parts",
         )
     tokens, count, heads, dim = parts.shape
     if dim % CONSTANTS.merge_values or dim > MAX_HEAD_DIM:
         raise UsageError(
-            f"parts: head dimension {dim}, expected a multiple of {CONSTANTS.merge_values} up to {MAX_HEAD_DIM}"
+            f"head dimension {dim}, expected a multiple of {CONSTANTS.merge_values} up to {MAX_HEAD_DIM}",
+            argument="parts",
         )
     if tokens * heads >= _MAX_ROWS:
-        raise UsageError(f"parts: {tokens} tokens of {heads} heads, expected fewer than {_MAX_ROWS} rows")
+        raise UsageError(f"{tokens} tokens of {heads} heads, expected fewer than {_MAX_ROWS} rows", argument="parts")
     check_lse_base(call.options.lse_base)
     other, its_lse = tensors.get("other"), tensors.get("other_lse")
     if (other is None) != (its_lse is None):
-        raise UsageError(f"other_lse: {'None' if its_lse is None else 'given'}, expected exactly when other is given")
+        raise UsageError(
+            f"{'None' if its_lse is None else 'given'}, expected exactly when other is given", argument="other_lse"
+        )
     tensors.check_dtypes()
     check_shape("part_lses", tensors["part_lses"], (tokens, count, heads))
     check_shape("other", other, (tokens, heads, dim))
@@ -132,7 +136,7 @@ def _output(arguments: Given) -> OutputForm:
     parts = arguments["parts"]
     shape = shape_of(parts, "parts")
     if len(shape) not in (3, 4):
-        raise UsageError(f"parts: shape {shape}, expected 3 or 4 dimensions")
+        raise UsageError(f"shape {shape}, expected 3 or 4 dimensions", argument="parts")
     return OutputForm(parts, (shape[0], *shape[-2:]))
 
 
@@ -163,7 +167,9 @@ MERGE_STATES = Operator(
 def _shape_of(sizes: CallSizes) -> MergeShape:
     if sizes.heads_q < 1 or sizes.head_dim < 1 or sizes.head_dim % CONSTANTS.merge_values:
         raise UsageError(
-            f"head_dim={sizes.head_dim}: expected a multiple of {CONSTANTS.merge_values}, of 1 head or more"
+            f"expected a multiple of {CONSTANTS.merge_values}, of 1 head or more",
+            argument="head_dim",
+            value=sizes.head_dim,
         )
     tokens = sizes.all_tokens()
     return MergeShape(dtype=sizes.dtype_q or "bf16", tokens=tokens, heads=sizes.heads_q, head_dim=sizes.head_dim)

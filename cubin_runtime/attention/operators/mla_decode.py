@@ -83,12 +83,12 @@ def _output(arguments: Given) -> OutputForm:
     q = arguments["q"]
     shape = shape_of(q, "q")
     if len(shape) < 3 or shape[-1] <= ROPE:
-        raise UsageError(f"q: shape {shape}, expected [batch, heads, latent + {ROPE}]")
+        raise UsageError(f"shape {shape}, expected [batch, heads, latent + {ROPE}]", argument="q")
     return OutputForm(q, (*shape[:-1], shape[-1] - ROPE), "bfloat16")
 
 
 def _no_default(_: tuple[int, ...]) -> float:
-    raise UsageError("softmax_scale: None, expected a number or a float32 CUDA tensor of one element")
+    raise UsageError("None, expected a number or a float32 CUDA tensor of one element", argument="softmax_scale")
 
 
 MLA_DECODE = AttentionOperator(
@@ -115,7 +115,7 @@ def _shape_of(sizes: CallSizes) -> MlaShape:
     sizes.check(MAX_QUERIES, MAX_HEADS, PAGE_SIZES)
     sizes.check_only(f"with head_dim={sizes.head_dim}, which is MLA", head_dim_v=latent, heads_kv=1)
     if sizes.window:
-        raise UsageError(f"window={sizes.window}: MLA decode sees all keys, expected 0")
+        raise UsageError("MLA decode sees all keys, expected 0", argument="window", value=sizes.window)
     return MlaShape(
         dtype=sizes.dtype_kv,
         q_dtype=sizes.query_dtype(Q_DTYPES),

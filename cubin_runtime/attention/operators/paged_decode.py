@@ -103,7 +103,9 @@ def _check(call: AttentionCall) -> None:
     check_window("window_left", call.options.window_left)
     if call.options.draft_position not in _DRAFT_POSITIONS:
         raise UsageError(
-            f"draft_position={call.options.draft_position!r}: expected {' or '.join(map(repr, _DRAFT_POSITIONS))}"
+            f"expected {' or '.join(map(repr, _DRAFT_POSITIONS))}",
+            argument="draft_position",
+            value=repr(call.options.draft_position),
         )
 
 
@@ -173,16 +175,16 @@ PAGED_DECODE = AttentionOperator(
 def _shape_of(sizes: CallSizes) -> DecodeShape:
     heads_q, heads_kv, head_dim = sizes.heads_q, 8 if sizes.heads_kv is None else sizes.heads_kv, sizes.head_dim
     if sizes.head_dim_v not in (None, head_dim):
-        raise UsageError(f"head_dim_v={sizes.head_dim_v}: expected {head_dim}, like `head_dim`")
+        raise UsageError(f"expected {head_dim}, like `head_dim`", argument="head_dim_v", value=sizes.head_dim_v)
     if not 1 <= heads_kv <= MOST:
-        raise UsageError(f"heads_kv={heads_kv}: expected 1 to {MOST}")
+        raise UsageError(f"expected 1 to {MOST}", argument="heads_kv", value=heads_kv)
     sizes.check(MAX_QUERIES, MOST, PAGE_SIZES)
     if heads_q % heads_kv:
-        raise UsageError(f"heads_q={heads_q}: expected a multiple of heads_kv={heads_kv}")
+        raise UsageError(f"expected a multiple of heads_kv={heads_kv}", argument="heads_q", value=heads_q)
     if heads_q > MAX_GROUP * heads_kv:
-        raise UsageError(f"heads_q={heads_q}: expected at most {MAX_GROUP} for each of `heads_kv`")
+        raise UsageError(f"expected at most {MAX_GROUP} for each of `heads_kv`", argument="heads_q", value=heads_q)
     if sizes.window < 0:
-        raise UsageError(f"window={sizes.window}: expected at least 0")
+        raise UsageError("expected at least 0", argument="window", value=sizes.window)
     return DecodeShape(
         dtype=sizes.dtype_kv,
         q_dtype=sizes.query_dtype(Q_DTYPES),

@@ -84,8 +84,9 @@ def _cache_view(cache: TensorView, _: SparseMlaOptions) -> TensorView:
         shape, strides = (shape[0], shape[rows], shape[3]), (strides[0], strides[rows], strides[3])
     if len(shape) != 3:
         raise UsageError(
-            f"kv_cache: shape {cache.shape}, expected [pages, page_size, width], with a dimension of 1 before or after "
-            "page_size, or [rows, width]"
+            f"shape {cache.shape}, expected [pages, page_size, width], with a dimension of 1 before or after "
+            "page_size, or [rows, width]",
+            argument="kv_cache",
         )
     return TensorView(cache.pointer, cache.dtype, shape, strides, cache.device)
 
@@ -101,13 +102,14 @@ def _row_form(cache: TensorView) -> str:
         if width == ROW_FORMS["scaled_e4m3"][1]:
             return "scaled_e4m3"
         raise UsageError(
-            f"kv_cache: rows of {width} bytes, expected {ROW_FORMS['scaled_e4m3'][1]}: 512 float8_e4m3fn, 4 float32 "
-            "scales, 64 bfloat16; other rows of 8-bit numbers, among them the 584 bytes of DeepSeek V4, have no kernel"
+            f"rows of {width} bytes, expected {ROW_FORMS['scaled_e4m3'][1]}: 512 float8_e4m3fn, 4 float32 "
+            "scales, 64 bfloat16; other rows of 8-bit numbers, among them the 584 bytes of DeepSeek V4, have no kernel",
+            argument="kv_cache",
         )
     for form in ("bf16", "bf16_nope"):
         if width == ROW_FORMS[form][0]:
             return form
-    raise UsageError(f"kv_cache: rows of {width} bfloat16, expected 576 or 512")
+    raise UsageError(f"rows of {width} bfloat16, expected 576 or 512", argument="kv_cache")
 
 
 def _place(cache: TensorView) -> tuple[tuple[int, int], int]:
@@ -124,27 +126,30 @@ def _place(cache: TensorView) -> tuple[tuple[int, int], int]:
         return (row, row), 0
     if page_size.bit_count() != 1:
         raise UsageError(
-            f"kv_cache: page size {page_size} with gaps between pages, expected a power of two or pages without gaps"
+            f"page size {page_size} with gaps between pages, expected a power of two or pages without gaps",
+            argument="kv_cache",
         )
     return (page, row), page_size.bit_length() - 1
 
 
 def _check_sizes(q: TensorView, cache: TensorView, lists: TensorView) -> None:
     if len(q.shape) != 3 or q.shape[0] < 1:
-        raise UsageError(f"q: shape {q.shape}, expected [tokens, heads, columns] of 1 token or more")
+        raise UsageError(f"shape {q.shape}, expected [tokens, heads, columns] of 1 token or more", argument="q")
     tokens, heads, columns = q.shape
     if not 1 <= heads <= MAX_HEADS:
-        raise UsageError(f"q: {heads} heads, expected 1 to {MAX_HEADS}")
+        raise UsageError(f"{heads} heads, expected 1 to {MAX_HEADS}", argument="q")
     expected, rows = ROW_FORMS[_row_form(cache)][0], prod(cache.shape[:2])
     if columns != expected:
-        raise UsageError(f"q: {columns} columns per head, expected {expected} for these rows of kv_cache")
+        raise UsageError(f"{columns} columns per head, expected {expected} for these rows of kv_cache", argument="q")
     if not 1 <= rows < _MOST_ROWS:
-        raise UsageError(f"kv_cache: {rows} rows, expected 1 to {_MOST_ROWS - 1}")
+        raise UsageError(f"{rows} rows, expected 1 to {_MOST_ROWS - 1}", argument="kv_cache")
     _place(cache)
     if len(lists.shape) != 2 or lists.shape[0] != tokens or not 1 <= lists.shape[1] <= MAX_WIDTH:
-        raise UsageError(f"indices: shape {lists.shape}, expected [{tokens}, width] with a width of 1 to {MAX_WIDTH}")
+        raise UsageError(
+            f"shape {lists.shape}, expected [{tokens}, width] with a width of 1 to {MAX_WIDTH}", argument="indices"
+        )
     if tokens * heads * (lists.shape[1] // 64 + 1) >= _MOST_TILES:
-        raise UsageError(f"q: {tokens} tokens with lists of {lists.shape[1]} entries, expected fewer")
+        raise UsageError(f"{tokens} tokens with lists of {lists.shape[1]} entries, expected fewer", argument="q")
 
 
 def _check(call: Call) -> None:
@@ -158,7 +163,7 @@ def _check(call: Call) -> None:
     check_shape("sinks", tensors.get("sinks"), (heads,))
     check_scale_shapes(tensors)
     if options.softmax_scale is None and tensors.get("softmax_scale") is None:
-        raise UsageError("softmax_scale: None, expected a number or a float32 CUDA tensor of one element")
+        raise UsageError("None, expected a number or a float32 CUDA tensor of one element", argument="softmax_scale")
     check_lse_base(options.lse_base)
     tensors.check_devices()
     tensors.check_memory()
@@ -201,7 +206,7 @@ def _output(arguments: Given) -> OutputForm:
     q = arguments["q"]
     shape = shape_of(q, "q")
     if len(shape) != 3:
-        raise UsageError(f"q: shape {shape}, expected [tokens, heads, columns]")
+        raise UsageError(f"shape {shape}, expected [tokens, heads, columns]", argument="q")
     return OutputForm(q, (*shape[:-1], LATENT))
 
 
@@ -241,14 +246,16 @@ def _shape_of(sizes: CallSizes) -> SparseMlaShape:
     form = _ROWS.get((sizes.dtype_kv, sizes.head_dim))
     if form is None:
         forms = ", ".join(f"{dtype} with {columns}" for dtype, columns in _ROWS)
-        raise UsageError(f"head_dim={sizes.head_dim}: with dtype_kv={sizes.dtype_kv}, expected one of {forms}")
+        raise UsageError(
+            f"with dtype_kv={sizes.dtype_kv}, expected one of {forms}", argument="head_dim", value=sizes.head_dim
+        )
     if sizes.dtype_q not in (None, "bf16"):
-        raise UsageError(f"dtype_q={sizes.dtype_q!r}: expected bf16")
+        raise UsageError("expected bf16", argument="dtype_q", value=repr(sizes.dtype_q))
     sizes.check_output_dtype("bf16")
     sizes.check_only("of sparse MLA", head_dim_v=LATENT, heads_kv=1)
     for name, most in (("heads_q", MAX_HEADS), ("kv_len", MAX_WIDTH)):
         if not 1 <= getattr(sizes, name) <= most:
-            raise UsageError(f"{name}={getattr(sizes, name)}: expected 1 to {most}")
+            raise UsageError(f"expected 1 to {most}", argument=name, value=getattr(sizes, name))
     return SparseMlaShape(
         cache_rows=form,
         heads=sizes.heads_q,

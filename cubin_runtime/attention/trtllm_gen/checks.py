@@ -41,7 +41,7 @@ def check_scales(call: Call) -> None:
     """Check the numbers that may change without another plan; errors as ``check_call``."""
     for name, scale in (("bmm1_scale", call.bmm1), ("bmm2_scale", call.bmm2)):
         if not scale.pointer and not math.isfinite(scale.value):
-            raise UsageError(f"{name}={scale.value}: expected a finite number")
+            raise UsageError("expected a finite number", argument=name, value=scale.value)
 
 
 def check_running_sum(name: str, values: Sequence[int], total: int) -> int:
@@ -51,33 +51,35 @@ def check_running_sum(name: str, values: Sequence[int], total: int) -> int:
         UsageError: it does not.
     """
     if not values or values[0] != 0:
-        raise UsageError(f"{name}: begins with {list(values[:1])}, expected 0")
+        raise UsageError(f"begins with {list(values[:1])}, expected 0", argument=name)
     steps = [after - before for before, after in pairwise(values)]
     for request, step in enumerate(steps):
         if step < 0:
-            raise UsageError(f"{name}: falls from {values[request]} to {values[request + 1]} at request {request}")
+            raise UsageError(
+                f"falls from {values[request]} to {values[request + 1]} at request {request}", argument=name
+            )
     if values[-1] != total:
-        raise UsageError(f"{name}: ends with {values[-1]}, expected {total}, the number of tokens")
+        raise UsageError(f"ends with {values[-1]}, expected {total}, the number of tokens", argument=name)
     return max(steps, default=0)
 
 
 def check_vector(name: str, view: TensorView, length: int, dtype: str, device: int) -> None:
     """Raise ``UsageError`` unless ``view`` is a contiguous vector of ``length`` on ``device``."""
     if len(view.shape) != 1:
-        raise UsageError(f"{name}: shape {view.shape}, expected one dimension of {length}")
+        raise UsageError(f"shape {view.shape}, expected one dimension of {length}", argument=name)
     if view.shape[0] != length:
-        raise UsageError(f"{name}: {view.shape[0]} entries, expected {length}")
+        raise UsageError(f"{view.shape[0]} entries, expected {length}", argument=name)
     if view.dtype != dtype:
-        raise UsageError(f"{name}: dtype {view.dtype}, expected {dtype}")
+        raise UsageError(f"dtype {view.dtype}, expected {dtype}", argument=name)
     if view.strides[0] != 1 and length > 1:
-        raise UsageError(f"{name}: stride {view.strides[0]}, expected 1")
+        raise UsageError(f"stride {view.strides[0]}, expected 1", argument=name)
     check_device(name, view, device)
 
 
 def check_device(name: str, view: TensorView, device: int) -> None:
     """Raise ``UsageError`` unless ``view`` is on ``device``."""
     if view.device != device:
-        raise UsageError(f"{name}: on device {view.device}, query is on device {device}")
+        raise UsageError(f"on device {view.device}, query is on device {device}", argument=name)
 
 
 def _check_query(call: Call) -> None:
@@ -85,63 +87,74 @@ def _check_query(call: Call) -> None:
     dtypes = RAGGED_DTYPES if isinstance(call, RaggedCall) else QUERY_DTYPES
     _check_form("query", query, 3, dtypes)
     if min(query.shape) < 1:
-        raise UsageError(f"query: shape {query.shape}, expected at least one token, head and dimension")
+        raise UsageError(f"shape {query.shape}, expected at least one token, head and dimension", argument="query")
     if isinstance(call, RaggedCall) and not query.is_contiguous:
-        raise UsageError(f"query: strides {query.strides}, expected a contiguous tensor: the kernels take no other")
+        raise UsageError(
+            f"strides {query.strides}, expected a contiguous tensor: the kernels take no other", argument="query"
+        )
     if out.shape[:-1] != query.shape[:-1]:
-        raise UsageError(f"out: shape {out.shape}, expected {query.shape[:-1]} and the head dimension of V")
+        raise UsageError(f"shape {out.shape}, expected {query.shape[:-1]} and the head dimension of V", argument="out")
     if not out.is_contiguous:
-        raise UsageError(f"out: strides {out.strides}, expected a contiguous tensor: the kernels write no other")
+        raise UsageError(
+            f"strides {out.strides}, expected a contiguous tensor: the kernels write no other", argument="out"
+        )
     check_device("out", out, query.device)
     if call.sinks is not None:
         check_vector("sinks", call.sinks, query.shape[1], "float32", query.device)
     if call.lse is not None:
         if call.lse.shape != query.shape[:2] or call.lse.dtype != "float32":
-            raise UsageError(f"lse: {call.lse.dtype} {call.lse.shape}, expected float32 {query.shape[:2]}")
+            raise UsageError(f"{call.lse.dtype} {call.lse.shape}, expected float32 {query.shape[:2]}", argument="lse")
         check_device("lse", call.lse, query.device)
 
 
 def _check_form(name: str, view: TensorView, rank: int, dtypes: Sequence[str]) -> None:
     if len(view.shape) != rank:
-        raise UsageError(f"{name}: shape {view.shape}, expected {rank} dimensions")
+        raise UsageError(f"shape {view.shape}, expected {rank} dimensions", argument=name)
     if view.dtype not in dtypes:
-        raise UsageError(f"{name}: dtype {view.dtype}, expected one of {', '.join(dtypes)}")
+        raise UsageError(f"dtype {view.dtype}, expected one of {', '.join(dtypes)}", argument=name)
     if view.strides[-1] != 1:
-        raise UsageError(f"{name}: last stride {view.strides[-1]}, expected 1")
+        raise UsageError(f"last stride {view.strides[-1]}, expected 1", argument=name)
 
 
 def _check_lengths(call: Call) -> None:
     device = call.query.device
     if len(call.seq_lens.shape) != 1 or call.seq_lens.shape[0] < 1:
-        raise UsageError(f"seq_lens: shape {call.seq_lens.shape}, expected one dimension, a length for each request")
+        raise UsageError(
+            f"shape {call.seq_lens.shape}, expected one dimension, a length for each request", argument="seq_lens"
+        )
     check_vector("seq_lens", call.seq_lens, call.batch, "int32", device)
     for name, value in (("max_q_len", call.max_q), ("max_kv_len", call.max_kv)):
         if not 1 <= value <= INT32_MAX:
-            raise UsageError(f"{name}={value}: expected 1 to {INT32_MAX}")
+            raise UsageError(f"expected 1 to {INT32_MAX}", argument=name, value=value)
     if call.cum_seq_lens_q is not None:
         check_vector("cum_seq_lens_q", call.cum_seq_lens_q, call.batch + 1, "int32", device)
     elif call.tokens != call.batch * call.max_q:
         raise UsageError(
-            f"query: {call.tokens} tokens for {call.batch} requests of {call.max_q}; expected "
-            f"{call.batch * call.max_q}, or cum_seq_lens_q"
+            f"{call.tokens} tokens for {call.batch} requests of {call.max_q}; expected "
+            f"{call.batch * call.max_q}, or cum_seq_lens_q",
+            argument="query",
         )
     if isinstance(call, (ContextCall, RaggedCall)):
         check_vector("cum_seq_lens_kv", call.cum_seq_lens_kv, call.batch + 1, "int32", device)
         if call.cum_seq_lens_q is None:
-            raise UsageError("cum_seq_lens_q: None, expected int32 [batch + 1]")
+            raise UsageError("None, expected int32 [batch + 1]", argument="cum_seq_lens_q")
 
 
 def _check_options(call: Call) -> None:
     check_scales(call)
     if call.window_left < -1 or call.window_left >= INT32_MAX:
-        raise UsageError(f"window_left={call.window_left}: expected -1 (none) or the keys before a query's own")
+        raise UsageError(
+            "expected -1 (none) or the keys before a query's own", argument="window_left", value=call.window_left
+        )
     if not 0 <= call.skip_softmax_factor < math.inf:
-        raise UsageError(f"skip_softmax_threshold_scale_factor={call.skip_softmax_factor}: expected 0 or more")
+        raise UsageError(
+            "expected 0 or more", argument="skip_softmax_threshold_scale_factor", value=call.skip_softmax_factor
+        )
 
 
 def _check_decode(call: DecodeCall) -> None:
     if call.top_k < 0:
-        raise UsageError(f"sparse_mla_top_k={call.top_k}: expected 0 (off) or more")
+        raise UsageError("expected 0 (off) or more", argument="sparse_mla_top_k", value=call.top_k)
     if call.cum_seq_lens_q is not None:
         if call.skip_softmax_factor and is_mla(call.query.shape[2], call.out.shape[2], sparse=False):
             raise UsageError(
@@ -167,16 +180,21 @@ def _check_pages(call: DecodeCall | ContextCall) -> None:
         _check_form(name, cache, 4, CACHE_DTYPES)
         check_device(name, cache, device)
         if min(cache.shape) < 1:
-            raise UsageError(f"{name}: shape {cache.shape}, expected at least one page, head, token and dimension")
+            raise UsageError(
+                f"shape {cache.shape}, expected at least one page, head, token and dimension", argument=name
+            )
     if key.shape[:3] != value.shape[:3]:
-        raise UsageError(f"value_cache: shape {value.shape}, key_cache has {key.shape}")
+        raise UsageError(f"shape {value.shape}, key_cache has {key.shape}", argument="value_cache")
     if _steps(key) != _steps(value):
         raise UsageError(
-            f"value_cache: strides {value.strides}, key_cache has {key.strides}: the kernels take one set for both"
+            f"strides {value.strides}, key_cache has {key.strides}: the kernels take one set for both",
+            argument="value_cache",
         )
     packed = 2 if key.dtype == "uint8" else 1
     if key.shape[3] * packed != call.query.shape[2]:
-        raise UsageError(f"key_cache: head dimension {key.shape[3] * packed}, query has {call.query.shape[2]}")
+        raise UsageError(
+            f"head dimension {key.shape[3] * packed}, query has {call.query.shape[2]}", argument="key_cache"
+        )
     _check_block_scales(call, packed)
     _check_table(call)
     if call.out_scales.scales is not None:
@@ -192,20 +210,24 @@ def _check_block_scales(call: DecodeCall | ContextCall, packed: int) -> None:
     for name, scales, cache in pairs:
         if packed == 1:
             if scales is not None:
-                raise UsageError(f"{name}: given for a cache of {cache.dtype}, expected for FP4 (uint8) alone")
+                raise UsageError(f"given for a cache of {cache.dtype}, expected for FP4 (uint8) alone", argument=name)
             continue
         expected = (*cache.shape[:3], cache.shape[3] * packed // SCALE_BLOCK)
         if scales is None:
-            raise UsageError(f"{name}: None, expected float8_e4m3fn {expected} for an FP4 cache")
+            raise UsageError(f"None, expected float8_e4m3fn {expected} for an FP4 cache", argument=name)
         if scales.shape != expected or scales.dtype != "float8_e4m3fn":
-            raise UsageError(f"{name}: {scales.dtype} {scales.shape}, expected float8_e4m3fn {expected}")
+            raise UsageError(f"{scales.dtype} {scales.shape}, expected float8_e4m3fn {expected}", argument=name)
         if scales.strides[3] != 1 or (scales.shape[2] > 1 and scales.strides[2] != scales.shape[3]):
-            raise UsageError(f"{name}: strides {scales.strides}, expected the tokens of a page and head in one piece")
+            raise UsageError(
+                f"strides {scales.strides}, expected the tokens of a page and head in one piece", argument=name
+            )
         check_device(name, scales, call.query.device)
     if call.key_scales is not None and call.value_scales is not None:
         key, value = _steps(call.key_scales), _steps(call.value_scales)
         if key != value:
-            raise UsageError(f"value_block_scales: strides {value}, key_block_scales has {key}: one set serves both")
+            raise UsageError(
+                f"strides {value}, key_block_scales has {key}: one set serves both", argument="value_block_scales"
+            )
 
 
 def _check_table(call: DecodeCall | ContextCall) -> None:
@@ -213,16 +235,18 @@ def _check_table(call: DecodeCall | ContextCall) -> None:
     top_k = call.top_k if isinstance(call, DecodeCall) else 0
     if top_k:
         if table.shape not in ((batch, call.max_q, top_k), (call.tokens, top_k)):
-            raise UsageError(f"block_tables: shape {table.shape}, expected {(batch, call.max_q, top_k)}")
+            raise UsageError(f"shape {table.shape}, expected {(batch, call.max_q, top_k)}", argument="block_tables")
     elif call.shares_index:
         if len(table.shape) != 2 or table.shape[0] != batch or table.shape[1] < 1:
-            raise UsageError(f"block_tables: shape {table.shape}, expected [{batch}, columns]")
+            raise UsageError(f"shape {table.shape}, expected [{batch}, columns]", argument="block_tables")
     elif len(table.shape) != 3 or table.shape[:2] != (batch, 2) or table.shape[2] < 1:
-        raise UsageError(f"block_tables: shape {table.shape}, expected [{batch}, 2, columns] for K and V apart")
+        raise UsageError(
+            f"shape {table.shape}, expected [{batch}, 2, columns] for K and V apart", argument="block_tables"
+        )
     if table.dtype != "int32":
-        raise UsageError(f"block_tables: dtype {table.dtype}, expected int32")
+        raise UsageError(f"dtype {table.dtype}, expected int32", argument="block_tables")
     if not table.is_contiguous:
-        raise UsageError(f"block_tables: strides {table.strides}, expected a contiguous tensor")
+        raise UsageError(f"strides {table.strides}, expected a contiguous tensor", argument="block_tables")
     check_device("block_tables", table, call.query.device)
 
 
@@ -231,16 +255,16 @@ def _check_ragged(call: RaggedCall) -> None:
         _check_form(name, tensor, 3, RAGGED_DTYPES)
         check_device(name, tensor, call.query.device)
         if min(tensor.shape) < 1:
-            raise UsageError(f"{name}: shape {tensor.shape}, expected at least one token, head and dimension")
+            raise UsageError(f"shape {tensor.shape}, expected at least one token, head and dimension", argument=name)
     for place, scales in enumerate(call.sage.scales):
         if scales is not None:
             check_device(f"sage.scales[{place}]", scales, call.query.device)
     if call.key.shape[:2] != call.value.shape[:2]:
-        raise UsageError(f"value: shape {call.value.shape}, key has {call.key.shape}")
+        raise UsageError(f"shape {call.value.shape}, key has {call.key.shape}", argument="value")
     if call.key.shape[2] != call.query.shape[2]:
-        raise UsageError(f"key: head dimension {call.key.shape[2]}, query has {call.query.shape[2]}")
+        raise UsageError(f"head dimension {call.key.shape[2]}, query has {call.query.shape[2]}", argument="key")
     if call.out.shape[2] != call.value.shape[2]:
-        raise UsageError(f"out: head dimension {call.out.shape[2]}, value has {call.value.shape[2]}")
+        raise UsageError(f"head dimension {call.out.shape[2]}, value has {call.value.shape[2]}", argument="out")
 
 
 def scale_of(name: str, value: TensorView | float, device: int) -> Scale:
@@ -251,7 +275,7 @@ def scale_of(name: str, value: TensorView | float, device: int) -> Scale:
     """
     if isinstance(value, TensorView):
         if value.dtype != "float32" or math.prod(value.shape) != 1:
-            raise UsageError(f"{name}: {value.dtype} {value.shape}, expected one float32")
+            raise UsageError(f"{value.dtype} {value.shape}, expected one float32", argument=name)
         check_device(name, value, device)
         return Scale(1.0, value.pointer)
     return Scale(value)

@@ -98,7 +98,7 @@ def run(
     scratch = view_of(workspace, "workspace_buffer", written=True)
     check_device("workspace_buffer", scratch, call.query.device)
     if not scratch.is_contiguous:
-        raise UsageError(f"workspace_buffer: strides {scratch.strides}, expected a contiguous tensor")
+        raise UsageError(f"strides {scratch.strides}, expected a contiguous tensor", argument="workspace_buffer")
     handle = rt.memory.current_stream(workspace) if stream is None else stream_handle(stream)
     held, address = _counters(call_plan, counters, workspace, call.query.device, stream, rt)
 
@@ -142,13 +142,13 @@ def _counters(
         if not needed:
             return None, 0
         if stream is not None:
-            raise UsageError(f"counters: None with a stream of its own; expected {needed} zeroed bytes")
+            raise UsageError(f"None with a stream of its own; expected {needed} zeroed bytes", argument="counters")
         counters = runtime.memory.zeros(like, (needed // 4,), "int32")
     view = view_of(counters, "counters", written=True)
     check_device("counters", view, device)
     if view.pointer % COUNTER_ALIGNMENT or not view.is_contiguous:
         raise UsageError(
-            f"counters: at {view.pointer:#x}, strides {view.strides}; expected 16-byte aligned, contiguous"
+            f"at {view.pointer:#x}, strides {view.strides}; expected 16-byte aligned, contiguous", argument="counters"
         )
     if _bytes_of(view) < needed:
         raise WorkspaceError(f"counters of {_bytes_of(view)} bytes: {call_plan.kernel} needs {needed} bytes")

@@ -86,7 +86,7 @@ class AttentionPlan:
             DeviceError: a kernel cannot be loaded or launched.
         """
         if call.query.device != self._ordinal:
-            raise UsageError(f"query: on device {call.query.device}, planned for device {self._ordinal}")
+            raise UsageError(f"on device {call.query.device}, planned for device {self._ordinal}", argument="query")
         address, nbytes = workspace
         # Bind with an unbounded size first, so that one error below names all the bytes needed.
         bindings = call.bindings((address, _BOUNDLESS), counters).with_partial_out(self.decision.partial_offset)

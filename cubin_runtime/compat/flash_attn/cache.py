@@ -51,7 +51,7 @@ def queries_of(q: Any, cu_seqlens_q: Any, max_seqlen_q: Any) -> Queries:
     """The queries of a call; raises ``UsageError`` where rank and running sums do not fit."""
     if cu_seqlens_q is None:
         if max_seqlen_q is not None:
-            raise UsageError(f"max_seqlen_q={max_seqlen_q}: expected only with cu_seqlens_q")
+            raise UsageError("expected only with cu_seqlens_q", argument="max_seqlen_q", value=max_seqlen_q)
         return Queries(q, None, None, shape_of(q, "q", 4)[0])
     shape_of(q, "q", 3)
     bound = None if max_seqlen_q is None else integer("max_seqlen_q", max_seqlen_q)
@@ -79,7 +79,9 @@ def lengths_of(cache_seqlens: Any, queries: Queries, cache: Cache) -> Any:
     if isinstance(cache_seqlens, int):
         if not 0 <= integer("cache_seqlens", cache_seqlens) <= cache.capacity:
             raise UsageError(
-                f"cache_seqlens={cache_seqlens}: expected 0 to {cache.capacity}, what a request's cache holds"
+                f"expected 0 to {cache.capacity}, what a request's cache holds",
+                argument="cache_seqlens",
+                value=cache_seqlens,
             )
         return filled(queries.q, queries.batch, cache_seqlens)
     if cache_seqlens is None and cache.table is not None:
@@ -98,9 +100,9 @@ def append(
         as ``append_kv``, in the caller's names.
     """
     if v is None:
-        raise UsageError("v: None with k, expected the values of the new tokens")
+        raise UsageError("None with k, expected the values of the new tokens", argument="v")
     if lengths is None:
-        raise UsageError("cache_seqlens: None with k, expected where the new tokens go")
+        raise UsageError("None with k, expected where the new tokens go", argument="cache_seqlens")
     shape = shape_of(k, "k", 4 if sums is None else 3)
     after = lengthened(lengths, shape[1] if sums is None else differences(sums, "cu_seqlens_k_new"))
     table = numbers(queries.q, queries.batch) if cache.table is None else cache.table

@@ -49,7 +49,7 @@ class Options(NamedTuple):
             UsageError: it is not a pair of integers.
         """
         if not isinstance(self.window_size, (tuple, list)) or len(self.window_size) != 2:
-            raise UsageError(f"window_size={shown(self.window_size)}: expected (left, right)")
+            raise UsageError("expected (left, right)", argument="window_size", value=shown(self.window_size))
         left, right = self.window_size
         if type(left) is int is type(right):
             return max(-1, left), -1 if self.causal else max(-1, right)
@@ -98,13 +98,13 @@ def refuse(**arguments: Any) -> None:
         default = _REFUSED[name]
         if value is None or (default is not None and isinstance(value, (int, float)) and value == default):
             continue
-        raise UsageError(f"{name}={shown(value)}: no kernel here honours it; expected {default!r}")
+        raise UsageError(f"no kernel here honours it; expected {default!r}", argument=name, value=shown(value))
 
 
 def one_of(first: str, one: Any, second: str, other: Any) -> tuple[str, Any]:
     """The one of two names of an argument that is given, with its value; raises ``UsageError`` if both are."""
     if one is not None and other is not None:
-        raise UsageError(f"{second}: given with {first}, which is the same argument")
+        raise UsageError(f"given with {first}, which is the same argument", argument=second)
     return (second, other) if other is not None else (first, one)
 
 

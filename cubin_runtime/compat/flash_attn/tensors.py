@@ -92,9 +92,9 @@ def check_like(tensor: Any, name: str, length: int | None) -> None:
     """Raise ``UsageError`` unless it is an int32 vector, of ``length`` elements if that is not None."""
     (count,) = shape_of(tensor, name, 1)
     if view_of(tensor, name).dtype != "int32":
-        raise UsageError(f"{name}: dtype {view_of(tensor, name).dtype}, expected int32")
+        raise UsageError(f"dtype {view_of(tensor, name).dtype}, expected int32", argument=name)
     if length is not None and count != length:
-        raise UsageError(f"{name}: shape ({count},), expected ({length},)")
+        raise UsageError(f"shape ({count},), expected ({length},)", argument=name)
 
 
 def dtype_of(tensor: Any, name: str) -> str:
@@ -168,4 +168,4 @@ def column(vector: Any, name: str) -> Any:
 
 def _check_torch(tensor: Any, name: str, what: str) -> None:
     if not is_torch(tensor):
-        raise UsageError(f"{name}: {what} from a {type(tensor).__name__}, which is not a torch tensor")
+        raise UsageError(f"{what} from a {type(tensor).__name__}, which is not a torch tensor", argument=name)

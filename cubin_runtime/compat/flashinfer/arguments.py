@@ -82,7 +82,7 @@ class Arguments:
                 continue
             came = shown(value)
             who = self.operator.__name__ + (f" by backend {backend!r}" if backend else "")
-            raise UsageError(f"{name}={came}: {who} has no kernel that honours it; expected {default!r}")
+            raise UsageError(f"{who} has no kernel that honours it; expected {default!r}", argument=name, value=came)
 
     def backend_on(self, device: int, backend: str) -> str:
         """The backend that runs the operator on ``device``; errors as ``find_backend``."""
@@ -252,7 +252,7 @@ def query_of(query: Any, rank: int) -> TensorView:
     """The view of a query; raises ``UsageError`` unless it has this rank."""
     view = view_of(query, "query")
     if len(view.shape) != rank:
-        raise UsageError(f"query: shape {view.shape}, expected {rank} dimensions")
+        raise UsageError(f"shape {view.shape}, expected {rank} dimensions", argument="query")
     return view
 
 
@@ -276,6 +276,6 @@ def sinks_of(sinks: Any, name: str, device: int) -> TensorView | None:
     """
     if isinstance(sinks, (tuple, list)):
         if len(sinks) != 1:
-            raise UsageError(f"{name}: {len(sinks)} tensors, expected one, or a list of one")
+            raise UsageError(f"{len(sinks)} tensors, expected one, or a list of one", argument=name)
         sinks = sinks[0]
     return tensor_or_none(sinks, name, device)

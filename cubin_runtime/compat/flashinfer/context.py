@@ -59,7 +59,7 @@ def attend_ragged(call: RaggedArguments, tensors: tuple[TensorView, ...], length
     """Attention of ``tensors`` q, k and v. As ``_attend``."""
     key = tensors[1]
     if len(key.shape) != 3:
-        raise UsageError(f"key: shape {key.shape}, expected [kv_tokens, kv_heads, head_dim]")
+        raise UsageError(f"shape {key.shape}, expected [kv_tokens, kv_heads, head_dim]", argument="key")
     return _attend(
         call,
         _RAGGED_NAMES,
@@ -85,7 +85,9 @@ def _attend(
         raise UsageError(f"out_dtype or out is nvfp4: backend {NATIVE!r} writes the dtype of query, {q.dtype}")
     output = output_of(call, (*q.shape[:2], tensors[2].shape[-1]), q.dtype)
     if output.view.dtype != q.dtype and call.out is None:
-        raise UsageError(f"out_dtype: {output.view.dtype}, expected that of query by backend {NATIVE!r}: {q.dtype}")
+        raise UsageError(
+            f"{output.view.dtype}, expected that of query by backend {NATIVE!r}: {q.dtype}", argument="out_dtype"
+        )
     lse = lse_of(call, (q.shape[0], q.shape[1]))
     launch(
         context_attention,

@@ -30,15 +30,17 @@ def options_of_rank(call: DecodeArguments, device: int, batch: int, q_len: int) 
         return {}
     check_vector(_NAME, view_of(counts, _NAME), batch, "int32", device)
     if world < 1:
-        raise UsageError(f"cp_world={world}: expected 1 or more")
+        raise UsageError("expected 1 or more", argument="cp_world", value=world)
     if not 0 <= rank < world:
-        raise UsageError(f"cp_rank={rank}: expected 0 to {world - 1}, below cp_world")
+        raise UsageError(f"expected 0 to {world - 1}, below cp_world", argument="cp_rank", value=rank)
     if world == 1:
         return {}
     if call.mask is not None:
-        raise UsageError(f"mask: given with cp_world={world}, expected None: query tokens are causal")
+        raise UsageError(f"given with cp_world={world}, expected None: query tokens are causal", argument="mask")
     if call.sinks is not None:
-        raise UsageError(f"sinks: given with cp_world={world}, expected None: the merge of the ranks counts them once")
+        raise UsageError(
+            f"given with cp_world={world}, expected None: the merge of the ranks counts them once", argument="sinks"
+        )
     if q_len == 1 and call.window_left < 0:
         return {}
     tokens = q_len if call.cum_seq_lens_q is None else call.cum_seq_lens_q

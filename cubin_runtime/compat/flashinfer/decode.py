@@ -246,7 +246,7 @@ def xqa_batch_decode_with_kv_cache(
     )
     call.refuse("kv_cache_sf")
     if call.q_len_per_req is None:
-        raise UsageError("q_len_per_req: None, expected the query tokens of a request, or their bound")
+        raise UsageError("None, expected the query tokens of a request, or their bound", argument="q_len_per_req")
     call.backend_on(view_of(query, "query").device, XQA)
     return _decode_native(call, call.q_len_per_req, q_cu_seq_lens, {"max_q_len": "q_len_per_req"})
 
@@ -258,7 +258,7 @@ def _decode_native(call: DecodeArguments, q_len: int, q_cu_seq_lens: Any, names:
     q, lengths = query_of(call.query, 3), lengths_of(call.seq_lens)
     batch, ragged = lengths.shape[0], q_cu_seq_lens is not None
     if not ragged and (q_len < 1 or q.shape[0] != batch * q_len):
-        raise UsageError(f"query: {q.shape[0]} tokens for {batch} requests of {q_len}")
+        raise UsageError(f"{q.shape[0]} tokens for {batch} requests of {q_len}", argument="query")
     caches = cache_pair(call.kv_cache, call.kv_layout)
     rank = options_of_rank(call, q.device, batch, q_len)
     output = output_of(call, q.shape, q.dtype)
@@ -269,7 +269,7 @@ def _decode_native(call: DecodeArguments, q_len: int, q_cu_seq_lens: Any, names:
         scale = times(scale, factor_of("o_scale", call.o_scale, q.device), call.runtime)
     lse = tensor_or_none(call.lse, "lse", q.device, written=True)
     if lse is not None and lse.shape != q.shape[:2]:
-        raise UsageError(f"lse: shape {lse.shape}, expected {q.shape[:2]}")
+        raise UsageError(f"shape {lse.shape}, expected {q.shape[:2]}", argument="lse")
     return decode_batch(
         paged_decode,
         call,

@@ -15,7 +15,7 @@ from ...tensor import TensorView, view_of
 def check_layout(kv_layout: str) -> None:
     """Raise ``UsageError`` for an unknown layout of a cache."""
     if word("kv_layout", kv_layout) not in LAYOUTS:
-        raise UsageError(f"kv_layout={kv_layout!r}: expected NHD or HND")
+        raise UsageError("expected NHD or HND", argument="kv_layout", value=repr(kv_layout))
 
 
 def cache_pair(kv_cache: Any, kv_layout: str, name: str = "kv_cache") -> tuple[TensorView, TensorView]:
@@ -29,13 +29,15 @@ def cache_pair(kv_cache: Any, kv_layout: str, name: str = "kv_cache") -> tuple[T
     check_layout(kv_layout)
     if isinstance(kv_cache, (tuple, list)):
         if len(kv_cache) != 2:
-            raise UsageError(f"{name}: {len(kv_cache)} tensors, expected K and V")
+            raise UsageError(f"{len(kv_cache)} tensors, expected K and V", argument=name)
         parts = [view_of(part, f"{name}[{place}]") for place, part in enumerate(kv_cache)]
     else:
         parts = _halves(view_of(kv_cache, name), name)
     for part in parts:
         if len(part.shape) != 4:
-            raise UsageError(f"{name}: K or V of shape {part.shape}, expected 4 dimensions in layout {kv_layout}")
+            raise UsageError(
+                f"K or V of shape {part.shape}, expected 4 dimensions in layout {kv_layout}", argument=name
+            )
     return parts[0], parts[1]
 
 
@@ -58,7 +60,7 @@ def latent_cache(kv_cache: Any, name: str = "kv_cache") -> TensorView:
         return replace(view, shape=(pages, 1, tokens, width), strides=strides)
     if len(view.shape) != 4 or view.shape[1] != 1:
         raise UsageError(
-            f"{name}: shape {view.shape}, expected [pages, page_size, width] or [pages, 1, page_size, width]"
+            f"shape {view.shape}, expected [pages, page_size, width] or [pages, 1, page_size, width]", argument=name
         )
     return view
 
@@ -81,7 +83,9 @@ def flat_tokens(view: TensorView, name: str) -> TensorView:
     """
     batch, q_len = view.shape[:2]
     if batch > 1 and q_len > 1 and view.strides[0] != q_len * view.strides[1]:
-        raise UsageError(f"{name}: strides {view.strides}, expected requests at {q_len} times the tokens' distance")
+        raise UsageError(
+            f"strides {view.strides}, expected requests at {q_len} times the tokens' distance", argument=name
+        )
     step = view.strides[1] if q_len > 1 else view.strides[0]
     return replace(view, shape=(batch * q_len, *view.shape[2:]), strides=(step, *view.strides[2:]))
 
@@ -103,14 +107,14 @@ def like_query(q: TensorView, view: TensorView, name: str, trailing: int) -> Ten
         return nested_tokens(view, leading[0], leading[1])
     if len(shape) == 3 and shape[1] == 1 and (shape[0], shape[2]) == leading:
         return without(view, 1)
-    raise UsageError(f"{name}: shape {view.shape}, expected {(*leading, *row)}")
+    raise UsageError(f"shape {view.shape}, expected {(*leading, *row)}", argument=name)
 
 
 def _halves(view: TensorView, name: str) -> list[TensorView]:
     if len(view.shape) == 4 and view.shape[1] == 1:
         return [view, view]
     if len(view.shape) != 5 or view.shape[1] not in (1, 2):
-        raise UsageError(f"{name}: shape {view.shape}, expected [pages, 2, ...], [pages, 1, ...] or a pair")
+        raise UsageError(f"shape {view.shape}, expected [pages, 2, ...], [pages, 1, ...] or a pair", argument=name)
     return [_item(view, 1, 0), _item(view, 1, view.shape[1] - 1)]
 
 

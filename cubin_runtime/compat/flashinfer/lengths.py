@@ -18,21 +18,23 @@ def lengths_of(seq_lens: Any) -> TensorView:
     while len(view.shape) > 1 and view.shape[-1] == 1:
         view = without(view, len(view.shape) - 1)
     if len(view.shape) != 1:
-        raise UsageError(f"seq_lens: shape {whole.shape}, expected [batch] or [batch, 1]")
+        raise UsageError(f"shape {whole.shape}, expected [batch] or [batch, 1]", argument="seq_lens")
     return view
 
 
 def batch_of(seq_lens: TensorView) -> int:
     """The batch size; raises ``UsageError`` unless ``seq_lens`` is a vector."""
     if len(seq_lens.shape) != 1:
-        raise UsageError(f"seq_lens: shape {seq_lens.shape}, expected one dimension, a length for each request")
+        raise UsageError(
+            f"shape {seq_lens.shape}, expected one dimension, a length for each request", argument="seq_lens"
+        )
     return seq_lens.shape[0]
 
 
 def check_batch(batch_size: int, seq_lens: TensorView) -> None:
     """Raise ``UsageError`` unless ``batch_size`` is the length of ``seq_lens``."""
     if batch_size != batch_of(seq_lens):
-        raise UsageError(f"batch_size={batch_size}: seq_lens has {batch_of(seq_lens)} requests")
+        raise UsageError(f"seq_lens has {batch_of(seq_lens)} requests", argument="batch_size", value=batch_size)
 
 
 def check_none_empty(name: str, lengths: Any) -> None:
@@ -42,10 +44,12 @@ def check_none_empty(name: str, lengths: Any) -> None:
     try:
         known = [int(length) for length in lengths]
     except Exception:  # whatever an object of another library raises
-        raise UsageError(f"{name}: got {shown(lengths)}, expected the lengths of all requests") from None
+        raise UsageError(f"got {shown(lengths)}, expected the lengths of all requests", argument=name) from None
     for request, length in enumerate(known):
         if length < 1:
-            raise UsageError(f"{name}: request {request} has {length} tokens, expected at least 1 with ragged keys")
+            raise UsageError(
+                f"request {request} has {length} tokens, expected at least 1 with ragged keys", argument=name
+            )
 
 
 def query_lengths(
@@ -66,7 +70,9 @@ def query_lengths(
                 f"max_q_len={max_q_len} without cum_seq_lens_q, which assigns tokens to requests; expected both or none"
             )
         if q_len is None:
-            raise UsageError("q_len_per_req: None without cum_seq_lens_q; expected the query tokens of a request")
+            raise UsageError(
+                "None without cum_seq_lens_q; expected the query tokens of a request", argument="q_len_per_req"
+            )
         return q_len, None
     if q_len is not None:
         raise UsageError(f"q_len_per_req={q_len} with cum_seq_lens_q: expected None where lengths differ")
@@ -78,5 +84,7 @@ def query_lengths(
     stream = memory.current_stream(cum_seq_lens_q)
     with driver.using(driver.context_on(view.device)):
         if driver.is_capturing(stream):
-            raise UsageError("max_q_len: None while a stream captures; expected the bound on every query length")
+            raise UsageError(
+                "None while a stream captures; expected the bound on every query length", argument="max_q_len"
+            )
     return max(1, check_running_sum("cum_seq_lens_q", memory.to_host(cum_seq_lens_q), tokens)), view

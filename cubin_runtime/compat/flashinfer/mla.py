@@ -167,7 +167,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
     if not call.enable_dcp:
         call.refuse("cp_world", "cp_rank", "causal_seqlens_kv_global")
     elif causal_seqlens_kv_global is None:
-        raise UsageError("causal_seqlens_kv_global: None with enable_dcp, expected the lengths on all ranks")
+        raise UsageError("None with enable_dcp, expected the lengths on all ranks", argument="causal_seqlens_kv_global")
     _check_lse_base(call)
     _check_head_dims(call)
     nested = cum_seq_lens_q is None
@@ -184,7 +184,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
     max_q, cum_q = query_lengths(call, by_request.shape[1] if nested else None, batch, q.shape[0])
     if name == XQA:
         if call.sparse_mla_top_k < 0:
-            raise UsageError(f"sparse_mla_top_k={call.sparse_mla_top_k}: expected 0 (off) or more")
+            raise UsageError("expected 0 (off) or more", argument="sparse_mla_top_k", value=call.sparse_mla_top_k)
         if sparse_mla_top_k_lens is not None:
             raise UsageError("sparse_mla_top_k_lens without sparse_mla_top_k: nothing is sparse")
         check_skip_factor(call)
@@ -306,7 +306,9 @@ def _decode_native(
 def _check_lse_base(call: MlaArguments) -> None:
     base = call.return_lse_base
     if base is not None and base not in _LSE_BASES:
-        raise UsageError(f"return_lse_base={base!r}: expected None, {' or '.join(map(repr, _LSE_BASES))}")
+        raise UsageError(
+            f"expected None, {' or '.join(map(repr, _LSE_BASES))}", argument="return_lse_base", value=repr(base)
+        )
 
 
 def _has_natural_lse(call: MlaArguments, heads: int, page_size: int) -> bool:
@@ -320,7 +322,7 @@ def _has_natural_lse(call: MlaArguments, heads: int, page_size: int) -> bool:
 def _check_head_dims(call: MlaArguments) -> None:
     lora, rope = call.kv_lora_rank, call.qk_rope_head_dim
     if call.qk_nope_head_dim < 1:
-        raise UsageError(f"qk_nope_head_dim={call.qk_nope_head_dim}: expected 1 or more")
+        raise UsageError("expected 1 or more", argument="qk_nope_head_dim", value=call.qk_nope_head_dim)
     sparse = " or (512, 0) with sparse_mla_top_k"
     if (lora, rope) not in _HEAD_DIMS and not ((lora, rope) == _SPARSE_HEAD_DIMS and call.sparse_mla_top_k > 0):
         raise UsageError(f"kv_lora_rank={lora}, qk_rope_head_dim={rope}: expected (512, 64), (256, 64){sparse}")
@@ -329,12 +331,12 @@ def _check_head_dims(call: MlaArguments) -> None:
 def _check_width(call: MlaArguments, query: TensorView) -> None:
     width = call.kv_lora_rank + call.qk_rope_head_dim
     if query.shape[-1] != width:
-        raise UsageError(f"query: head dimension {query.shape[-1]}, expected {width}")
+        raise UsageError(f"head dimension {query.shape[-1]}, expected {width}", argument="query")
 
 
 def _check_batch(query: TensorView, lengths: TensorView) -> None:
     if len(query.shape) == 4 and query.shape[0] != lengths.shape[0]:
-        raise UsageError(f"query: batch {query.shape[0]}, seq_lens has {lengths.shape[0]}")
+        raise UsageError(f"batch {query.shape[0]}, seq_lens has {lengths.shape[0]}", argument="query")
 
 
 def _output(call: MlaArguments, q: TensorView) -> Output:

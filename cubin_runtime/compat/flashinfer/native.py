@@ -45,7 +45,7 @@ def check_skip_factor(call: BatchArguments) -> None:
     """
     factor = call.skip_softmax_threshold_scale_factor
     if factor is not None and not factor >= 0:
-        raise UsageError(f"skip_softmax_threshold_scale_factor={factor!r}: expected None, 0 or more")
+        raise UsageError("expected None, 0 or more", argument="skip_softmax_threshold_scale_factor", value=repr(factor))
 
 
 def page_table_of(call: PagedArguments) -> TensorView:
@@ -55,7 +55,8 @@ def page_table_of(call: PagedArguments) -> TensorView:
     if len(table.shape) != (2 if shares else 3) or (not shares and table.shape[1] != 2):
         shape = "[batch, columns]" if shares else "[batch, 2, columns]"
         raise UsageError(
-            f"block_tables: shape {table.shape}, expected {shape} with uses_shared_paged_kv_idx={bool(shares)}"
+            f"shape {table.shape}, expected {shape} with uses_shared_paged_kv_idx={bool(shares)}",
+            argument="block_tables",
         )
     return table
 

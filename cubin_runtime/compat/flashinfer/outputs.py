@@ -56,14 +56,14 @@ def output_of(call: BatchArguments, shape: tuple[int, ...], default_dtype: str) 
     dtype = _dtype_word(call.out_dtype)
     if dtype is not None and not is_dtype(dtype):
         expected = ", ".join((*ITEM_BYTES, NVFP4))
-        raise UsageError(f"out_dtype={shown(call.out_dtype)}: expected None or one of {expected}")
+        raise UsageError(f"expected None or one of {expected}", argument="out_dtype", value=shown(call.out_dtype))
     if out is None:
         out = call.runtime.memory.empty(call.query, shape, dtype or default_dtype)
     view = view_of(out, "out", written=True)
     if view.shape != shape:
-        raise UsageError(f"out: shape {view.shape}, expected {shape}")
+        raise UsageError(f"shape {view.shape}, expected {shape}", argument="out")
     if dtype is not None and view.dtype != dtype:
-        raise UsageError(f"out: dtype {view.dtype}, out_dtype says {dtype}")
+        raise UsageError(f"dtype {view.dtype}, out_dtype says {dtype}", argument="out")
     return Output(out, view)
 
 
@@ -107,18 +107,18 @@ def _fp4_output(call: BatchArguments, shape: tuple[int, ...]) -> Output:
     query, empty = call.query, call.runtime.memory.empty
     dtype = view_of(query, "query").dtype
     if dtype != E4M3:
-        raise UsageError(f"query: dtype {dtype}, expected float8_e4m3fn for an nvfp4 output")
+        raise UsageError(f"dtype {dtype}, expected float8_e4m3fn for an nvfp4 output", argument="query")
     if call.fp4_scale is None:
-        raise UsageError("o_sf_scale: None, expected a number for an nvfp4 output")
+        raise UsageError("None, expected a number for an nvfp4 output", argument="o_sf_scale")
     if call.o_sf_vec_size not in (None, _SCALE_BLOCK):
-        raise UsageError(f"o_sf_vec_size={call.o_sf_vec_size}: expected {_SCALE_BLOCK}")
+        raise UsageError(f"expected {_SCALE_BLOCK}", argument="o_sf_vec_size", value=call.o_sf_vec_size)
     columns = _round_up(prod(shape[1:]) // _SCALE_BLOCK, _SCALE_COLUMNS)
     packed = (*shape[:-1], -(-shape[-1] // 2))
     if out is None:
         rows = _round_up(shape[0], _SCALE_ROWS)
         out = FP4Tensor(empty(query, packed, "uint8"), empty(query, (rows, columns), E4M3), 0, shape)
     if not hasattr(out, "scale"):
-        raise UsageError(f"out: got {type(out).__name__}, expected an FP4Tensor for out_dtype nvfp4")
+        raise UsageError(f"got {type(out).__name__}, expected an FP4Tensor for out_dtype nvfp4", argument="out")
     view, scale = view_of(out.data, "out.data", written=True), view_of(out.scale, "out.scale", written=True)
     first = integer("out.scale_start_index", out.scale_start_index)
     if view.shape != packed or view.dtype != "uint8":

@@ -131,5 +131,6 @@ def _check_last_pages(lengths: Any, indptr: Any) -> None:
     shape, bounds = shape_of(lengths, "kv_last_page_len"), shape_of(indptr, "kv_indptr")
     if len(shape) != 1 or bounds != (shape[0] + 1,):
         raise UsageError(
-            f"kv_last_page_len: shape {shape} with kv_indptr of shape {bounds}, expected [batch], [batch + 1]"
+            f"shape {shape} with kv_indptr of shape {bounds}, expected [batch], [batch + 1]",
+            argument="kv_last_page_len",
         )

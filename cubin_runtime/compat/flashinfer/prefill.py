@@ -235,14 +235,16 @@ def trtllm_ragged_attention_deepseek(
     call.refuse("use_fp16_softmax", "uses_spcompress")
     q, lengths, v = query_of(query, 3), lengths_of(seq_lens), view_of(value, "value")
     if len(v.shape) != 3:
-        raise UsageError(f"value: shape {v.shape}, expected 3 dimensions")
+        raise UsageError(f"shape {v.shape}, expected 3 dimensions", argument="value")
     check_batch(call.batch_size, lengths)
     name = context_backend(call, q.device)
     _check_quadruple("sage_attn_sfs", sage_attn_sfs)
     _check_quadruple("num_elts_per_sage_attn_blk", num_elts_per_sage_attn_blk)
     if name == NATIVE:
         if any(scale is not None for scale in sage_attn_sfs):
-            raise UsageError(f"sage_attn_sfs: given, expected None: backend {name!r} has no kernel for SageAttention")
+            raise UsageError(
+                f"given, expected None: backend {name!r} has no kernel for SageAttention", argument="sage_attn_sfs"
+            )
         return attend_ragged(call, (q, view_of(key, "key"), v), lengths)
     check_none_empty("q_seq_lens_cpu", q_seq_lens_cpu)
     check_none_empty("kv_seq_lens_cpu", kv_seq_lens_cpu)
@@ -278,4 +280,4 @@ def trtllm_ragged_attention_deepseek(
 def _check_quadruple(name: str, values: Any) -> None:
     """Raise ``UsageError`` unless there is a value for each of Q, K, P and V."""
     if not isinstance(values, (tuple, list)) or len(values) != 4:
-        raise UsageError(f"{name}={shown(values)}: expected a value for each of Q, K, P and V")
+        raise UsageError("expected a value for each of Q, K, P and V", argument=name, value=shown(values))

@@ -57,7 +57,9 @@ def head_scales(
     """
     rt, factor = call.runtime, call.rcp_out_scale
     if factor != 1.0 and out.dtype != E4M3:
-        raise UsageError(f"rcp_out_scale={factor}: output is {out.dtype}, expected 1.0 unless it is {E4M3}")
+        raise UsageError(
+            f"output is {out.dtype}, expected 1.0 unless it is {E4M3}", argument="rcp_out_scale", value=factor
+        )
     of_q, of_kv = factor_of("q_scale", call.q_scale, q.device), factor_of("kv_scale", call.kv_scale, q.device)
     scores = times(times(of_q, of_kv, rt), ScaleProduct(of_scores), rt)
     return scores, times(of_kv, factor_of("rcp_out_scale", factor, q.device), rt)

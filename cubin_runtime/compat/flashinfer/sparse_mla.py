@@ -43,7 +43,7 @@ def decode_lists(call: TrtllmMlaArguments, query: TensorView, output: Output) ->
     lists = view_of(call.block_tables, "block_tables")
     expected = (*query.shape[:-2], call.sparse_mla_top_k)
     if lists.shape != expected:
-        raise UsageError(f"block_tables: shape {lists.shape}, expected {expected} with sparse_mla_top_k")
+        raise UsageError(f"shape {lists.shape}, expected {expected} with sparse_mla_top_k", argument="block_tables")
     lse = lse_of(call, (tokens, heads))
     lse_view = tensor_or_none(lse, "lse", q.device, written=True)
     name, lens = _list_lengths(call, q.device, (batch, tokens), None if sums else max_q, scaled_rows)
@@ -74,9 +74,9 @@ def _refuse(call: TrtllmMlaArguments, scaled_rows: bool) -> None:
         call.refuse("kv_scale_format")
     elif call.kv_scale_format not in _SCALE_FORMATS:
         formats = " or ".join(map(repr, _SCALE_FORMATS))
-        raise UsageError(f"kv_scale_format={call.kv_scale_format!r}: expected {formats}")
+        raise UsageError(f"expected {formats}", argument="kv_scale_format", value=repr(call.kv_scale_format))
     if not 1 <= call.max_seq_len <= _INT32_MAX:
-        raise UsageError(f"max_seq_len={call.max_seq_len}: expected 1 to {_INT32_MAX}")
+        raise UsageError(f"expected 1 to {_INT32_MAX}", argument="max_seq_len", value=call.max_seq_len)
 
 
 def _batch(call: TrtllmMlaArguments, query: TensorView) -> int:
@@ -85,7 +85,7 @@ def _batch(call: TrtllmMlaArguments, query: TensorView) -> int:
         return query.shape[0]
     shape = view_of(call.seq_lens, "seq_lens").shape
     if len(shape) != 1:
-        raise UsageError(f"seq_lens: shape {shape}, expected one dimension, a length for each request")
+        raise UsageError(f"shape {shape}, expected one dimension, a length for each request", argument="seq_lens")
     return shape[0]
 
 
@@ -112,7 +112,9 @@ def _list_lengths(
     view = view_of(call.seq_lens, "seq_lens")
     by_token = q_len is not None and view.shape in ((batch, q_len), (tokens,))
     if not by_token and view.shape != (batch,):
-        raise UsageError(f"seq_lens: shape {view.shape}, expected {(batch,)}" + (f" or {(batch, q_len)}" * bool(q_len)))
+        raise UsageError(
+            f"shape {view.shape}, expected {(batch,)}" + (f" or {(batch, q_len)}" * bool(q_len)), argument="seq_lens"
+        )
     view = _by_token(view, "seq_lens", 0) if by_token else view
     check_vector("seq_lens", view, tokens if by_token else batch, "int32", device)
     if call.sparse_mla_top_k_lens is not None:
@@ -124,8 +126,9 @@ def _list_lengths(
     if scaled_rows:
         by_lists = f"shape {(batch, q_len)}" if q_len else "sparse_mla_top_k_lens"
         raise UsageError(
-            f"seq_lens: shape {view.shape} with {tokens} query tokens and rows of 656 bytes, expected {by_lists}: the "
-            "lengths of lists"
+            f"shape {view.shape} with {tokens} query tokens and rows of 656 bytes, expected {by_lists}: the "
+            "lengths of lists",
+            argument="seq_lens",
         )
     sums = call.cum_seq_lens_q if q_len is None else q_len
     return "seq_lens", call.runtime.memory.causal("seq_lens", call.seq_lens, sums, tokens)

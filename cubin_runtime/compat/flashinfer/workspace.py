@@ -135,7 +135,7 @@ def _eager(
 def _scratch_of(workspace_buffer: Any, device: int) -> tuple[int, int]:
     address, nbytes = _memory_of(workspace_buffer, "workspace_buffer", device)
     if address % 16:
-        raise UsageError(f"workspace_buffer: address {address:#x}, expected a multiple of 16")
+        raise UsageError(f"address {address:#x}, expected a multiple of 16", argument="workspace_buffer")
     return address, nbytes
 
 
@@ -144,5 +144,5 @@ def _memory_of(buffer: Any, name: str, device: int) -> tuple[int, int]:
     view = view_of(buffer, name, written=True)
     check_device(name, view, device)
     if not view.is_contiguous:
-        raise UsageError(f"{name}: strides {view.strides}, expected a contiguous tensor")
+        raise UsageError(f"strides {view.strides}, expected a contiguous tensor", argument=name)
     return view.pointer, prod(view.shape) * ITEM_BYTES[view.dtype]

@@ -128,10 +128,12 @@ def xqa(
     keys = view_of(k_cache, "k_cache")
     _check_cache(call, keys)
     if not 0 <= call.sliding_win_size <= 1 << 31:
-        raise UsageError(f"sliding_win_size={call.sliding_win_size}: expected 0 (none) or more, at most 2^31")
+        raise UsageError(
+            "expected 0 (none) or more, at most 2^31", argument="sliding_win_size", value=call.sliding_win_size
+        )
     out, table = view_of(output, "output", written=True), view_of(page_table, "page_table")
     if out.shape != query.shape:
-        raise UsageError(f"output: shape {out.shape}, expected {query.shape}")
+        raise UsageError(f"shape {out.shape}, expected {query.shape}", argument="output")
     _check_table(table)
     lengths, ragged = lengths_of(seq_lens), q_cu_seq_lens is not None
     requests, results = (
@@ -212,7 +214,7 @@ def xqa_mla(
     if len(query.shape) == 4 and query.shape[1] == 1:
         query = without(query, 1)
     if len(query.shape) != 3:
-        raise UsageError(f"q: shape {query.shape}, expected [batch, 1, heads, latent + {_ROPE}]")
+        raise UsageError(f"shape {query.shape}, expected [batch, 1, heads, latent + {_ROPE}]", argument="q")
     _check_table(table)
     lengths = lengths_of(seq_lens)
     check_dtype("output", out, ("bfloat16", "float16", "float8_e4m3fn"))
@@ -264,30 +266,32 @@ def _launch(
 def _check_multiprocessors(call: XqaArguments, device: int) -> None:
     has = call.runtime.driver.device(device).multiprocessors
     if call.sm_count not in (None, has):
-        raise UsageError(f"sm_count={call.sm_count}: the device has {has}, and kernels here run on all of them")
+        raise UsageError(
+            f"the device has {has}, and kernels here run on all of them", argument="sm_count", value=call.sm_count
+        )
 
 
 def _check_cache(call: XqaArguments, cache: TensorView) -> None:
     kv_layout = call.kv_layout
     check_layout(kv_layout)
     if len(cache.shape) != 4:
-        raise UsageError(f"k_cache: shape {cache.shape}, expected 4 dimensions in layout {kv_layout}")
+        raise UsageError(f"shape {cache.shape}, expected 4 dimensions in layout {kv_layout}", argument="k_cache")
     tokens, heads = cache.shape[1:3] if kv_layout == "NHD" else cache.shape[2:0:-1]
     for name, stated, has in (("num_kv_heads", call.num_kv_heads, heads), ("page_size", call.page_size, tokens)):
         if stated != has:
-            raise UsageError(f"{name}={stated}: k_cache has {has} in layout {kv_layout}")
+            raise UsageError(f"k_cache has {has} in layout {kv_layout}", argument=name, value=stated)
 
 
 def _check_table(table: TensorView) -> None:
     if len(table.shape) != 2:
-        raise UsageError(f"page_table: shape {table.shape}, expected [batch, columns]")
+        raise UsageError(f"shape {table.shape}, expected [batch, columns]", argument="page_table")
 
 
 def _by_request(view: TensorView, name: str, q_len: int, ragged: bool) -> TensorView:
     """``view`` without its beam dimension: ``[batch, heads, head_dim]``, ``[batch, q_len, ...]`` or ragged tokens."""
     rank = len(view.shape)
     if q_len < 1:
-        raise UsageError(f"q_seq_len={q_len}: expected 1 or more")
+        raise UsageError("expected 1 or more", argument="q_seq_len", value=q_len)
     if ragged:
         form, fits = "[tokens, heads, head_dim]", rank == 3
     elif q_len == 1:
@@ -296,7 +300,7 @@ def _by_request(view: TensorView, name: str, q_len: int, ragged: bool) -> Tensor
         form = f"[batch, 1, {q_len}, heads, head_dim]"
         fits = rank in (4, 5) and view.shape[1 : rank - 2] in ((q_len,), (1, q_len))
     if not fits:
-        raise UsageError(f"{name}: shape {view.shape}, expected {form}")
+        raise UsageError(f"shape {view.shape}, expected {form}", argument=name)
     axes = 4 if q_len > 1 and not ragged else 3
     while len(view.shape) > axes:
         view = without(view, 1)
@@ -308,12 +312,14 @@ def _shared_cache(keys: TensorView, values: TensorView, page_size: int) -> Tenso
     keys, values = _without_head(keys, page_size), _without_head(values, page_size)
     cache = latent_cache(keys, "k_cache")
     if cache.shape[2] != page_size:
-        raise UsageError(f"page_size={page_size}: k_cache has {cache.shape[2]}")
+        raise UsageError(f"k_cache has {cache.shape[2]}", argument="page_size", value=page_size)
     note_compared(values.pointer, keys.pointer)
     same = (values.pointer, values.dtype, values.device) == (keys.pointer, keys.dtype, keys.device)
     same = same and values.strides == keys.strides and values.shape[:-1] == keys.shape[:-1]
     if not same or values.shape[-1] not in (keys.shape[-1], keys.shape[-1] - _ROPE):
-        raise UsageError("v_cache: other memory than k_cache, expected the same latent cache or its first columns")
+        raise UsageError(
+            "other memory than k_cache, expected the same latent cache or its first columns", argument="v_cache"
+        )
     return cache
 
 
