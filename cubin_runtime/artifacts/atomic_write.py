@@ -128,7 +128,7 @@ def changing(file: Path, seconds: float = 10.0) -> Iterator[None]:
 
 
 def why_not_changed(file: Path) -> str | None:
-    """Why this user cannot change a file by ``changing`` and ``replace_file``; None if nothing speaks against it.
+    """Return the reason why this user cannot change a file by ``changing`` and ``replace_file``, or None.
 
     Nothing is made to find out.
     """

@@ -25,7 +25,7 @@ _WITH_VALUE = frozenset(
 
 
 class Color(str, Enum):
-    """When text is coloured."""
+    """The choice of whether text is coloured."""
 
     AUTO = "auto"
     ALWAYS = "always"

@@ -61,7 +61,7 @@ def replay(
 
 
 def _without_device() -> str:
-    """Why there is no GPU, or ""."""
+    """Return the reason why there is no GPU, or ""."""
     from ..errors import DeviceError
     from ..launch.driver import Driver
 

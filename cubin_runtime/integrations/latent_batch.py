@@ -104,7 +104,7 @@ def attend_latent(
 
 
 def unserved(latent: int, rope: int, heads: int, q_len: int) -> str | None:
-    """Why a layer of these sizes, with this many query tokens of a request, has no kernels; None: it has."""
+    """Return the reason why no kernel takes a layer of these sizes with ``q_len`` query tokens per request, or None."""
     if latent not in LATENT_SIZES or rope != ROPE:
         return f"MLA with kv_lora_rank={latent}, qk_rope_head_dim={rope} not supported"
     if not 1 <= heads <= MAX_HEADS:

@@ -129,7 +129,7 @@ class LaunchPlan:
 
     @property
     def reason(self) -> str:
-        """Why this kernel was chosen."""
+        """The reason for the choice of this kernel."""
         return str(self.why)
 
     def describe(self) -> tuple[FieldRow, ...]:

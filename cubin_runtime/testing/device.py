@@ -166,7 +166,7 @@ class Device(DeviceArrays):
 
 
 def missing_device(driver: Driver) -> str:
-    """Why tests on a device are skipped: the driver cannot be used, or sees no device; empty where there is one."""
+    """Return the reason why tests on a device are skipped: the driver cannot be used, or sees no device; or ""."""
     try:
         return "" if driver.device_count() else "needs a CUDA device: the driver sees none"
     except CubinRuntimeError as error:

@@ -43,7 +43,7 @@ def is_question_docstring(node: ast.AST) -> bool:
     """A docstring that is a clause, such as "What it does", and no sentence about the thing."""
     if not isinstance(node, ast.Expr) or not isinstance(node.value, ast.Constant):
         return False
-    return bool(re.match(r"(What|Which|How|Where|Whether)\b", str(node.value.value)))
+    return bool(re.match(r"(What|Which|How|Where|Whether|When|Why|Who)\b", str(node.value.value)))
 
 
 def is_participle(node: ast.AST) -> bool:

@@ -91,7 +91,7 @@ def check_statement(file: Path, data: bytes, keys: Sequence[str], state: Path | 
 
 
 def why_not_recorded(state: Path) -> str | None:
-    """Why a newer version could not be recorded; None if nothing speaks against it."""
+    """Return the reason why a newer version could not be recorded, or None."""
     try:
         _versions(state)
     except SignatureError as error:

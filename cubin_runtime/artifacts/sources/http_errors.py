@@ -74,7 +74,7 @@ def _is_timeout(error: BaseException) -> bool:
 
 
 def _tls_reason(error: BaseException) -> str | None:
-    """Why TLS failed in words; None if it was not TLS."""
+    """Return the reason why TLS failed, in words; None if it was not TLS."""
     for item in _chain(error):
         if isinstance(item, ssl.SSLError):
             reason = getattr(item, "verify_message", "") or item.reason or type(item).__name__
@@ -88,7 +88,7 @@ def _chain(error: BaseException) -> list[BaseException]:
     pending: list[BaseException] = [error]
     while pending:
         current = pending.pop()
-        if any(current is known for known in seen):
+        if any(current is earlier for earlier in seen):
             continue
         seen.append(current)
         linked = (current.__cause__, current.__context__, getattr(current, "reason", None), *current.args)

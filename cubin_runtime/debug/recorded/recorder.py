@@ -25,7 +25,7 @@ DEFAULT_CALLS, DEFAULT_BYTES = 64, 8 << 30
 
 
 class _NotRecordedError(Exception):
-    """Why a call is run and not written."""
+    """The reason why a call is run and not written."""
 
 
 class CallRecorder(Observer):

@@ -49,7 +49,7 @@ def _decode_tokens(config: Any) -> int:
 
 
 def refused_drafts(config: Any) -> str | None:
-    """Why drafts are refused with this configuration; None: they are not."""
+    """Return the reason why this configuration cannot have drafts, or None."""
     both = config.speculative_config is not None and config.parallel_config.use_ubatching
     return "drafts in micro-batches not supported" if both else None
 

@@ -52,7 +52,7 @@ class Selection:
 
     @property
     def reason(self) -> str:
-        """Why this kernel and grid."""
+        """The reason for this kernel and grid."""
         return self.explain()[0]
 
     @property

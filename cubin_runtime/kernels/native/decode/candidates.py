@@ -62,7 +62,7 @@ class DecodeCandidate(Candidate):
 
 
 def refusal(candidates: Sequence[DecodeCandidate], shape: DecodeShape, device: DeviceFacts) -> str:
-    """Why none of the candidates fits a problem."""
+    """Return the reason why none of the candidates fits a problem."""
     where = f"{device.name} (compute capability {device.capability[0]}.{device.capability[1]})"
     asked = f"no decode kernel for {shape.dtype} KV with head_dim {shape.head_dim} on {where}"
     if not candidates:

@@ -197,7 +197,7 @@ def _tilings(
 
 
 def _other_arithmetic(kernel: NativeKernel, part: Part) -> str:
-    """Why ``part`` does not take the arithmetic of a kernel; empty if it does."""
+    """Return the reason why ``part`` does not take the arithmetic of a kernel, or ""."""
     arithmetic = kernel.traits["arithmetic"]
     if part.arithmetic is None:
         return f"{SEGMENTS}, which only batch_invariant needs" if arithmetic == SEGMENTS else ""
