@@ -101,9 +101,9 @@ class Config:
         store = local_path(cache, "CUBIN_RUNTIME_CACHE") if cache else _default_store()
         sources = tuple(env.get("CUBIN_RUNTIME_SOURCES", "").replace(",", " ").split())
         pins = [local_path(p, "CUBIN_RUNTIME_PINS") for p in env.get("CUBIN_RUNTIME_PINS", "").split(os.pathsep) if p]
-        own = _user_folder("XDG_CONFIG_HOME", ".config")
-        if own is not None and _may_be_there(own / PINS_NAME):
-            pins.insert(0, own / PINS_NAME)
+        folder = _user_folder("XDG_CONFIG_HOME", ".config")
+        if folder is not None and _may_be_there(folder / PINS_NAME):
+            pins.insert(0, folder / PINS_NAME)
         offline = _flag(env, "CUBIN_RUNTIME_OFFLINE")
         keys = _pin_keys(env)
         return cls(

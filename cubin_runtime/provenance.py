@@ -79,9 +79,9 @@ def address_in(tensor: Any, address: int) -> int:
     """The address of a tensor, which tells where it is from while a call is traced."""
     if not traced.call or (type(address) is ArgumentAddress and address.call == traced.call):
         return address
-    own = ArgumentAddress(address)
-    own.call, own.tensor = traced.call, id(tensor)
-    return own
+    traced_address = ArgumentAddress(address)
+    traced_address.call, traced_address.tensor = traced.call, id(tensor)
+    return traced_address
 
 
 def number_of(argument: str, value: float) -> float:

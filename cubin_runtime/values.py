@@ -20,10 +20,10 @@ class HashedOnce(tuple[ItemT, ...]):
         return items if isinstance(items, HashedOnce) else cls(items)
 
     def __hash__(self) -> int:
-        known: dict[str, int] = self.__dict__
-        if "hash" not in known:
-            known["hash"] = super().__hash__()
-        return known["hash"]
+        attributes: dict[str, int] = self.__dict__
+        if "hash" not in attributes:
+            attributes["hash"] = super().__hash__()
+        return attributes["hash"]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return HashedOnce, (tuple(self),)  # hashes of text differ between processes

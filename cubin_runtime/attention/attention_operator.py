@@ -122,10 +122,10 @@ class AttentionOperator(Operator):
 
     def with_defaults(self, scales: Mapping[str, float | None], arguments: Given) -> Mapping[str, float]:
         """As ``Operator``; a scale on the device is 1."""
-        known = {name: 1.0 if number is None else number for name, number in scales.items()}
+        numbers = {name: 1.0 if number is None else number for name, number in scales.items()}
         if scales["softmax_scale"] is None and arguments["softmax_scale"] is None:
-            known["softmax_scale"] = self.scale(view_of(arguments["q"], "q").shape)
-        return known
+            numbers["softmax_scale"] = self.scale(view_of(arguments["q"], "q").shape)
+        return numbers
 
     def with_bounds(self, named: dict[str, Any], arguments: Given, runtime: Runtime, stream: int) -> None:
         """As ``Operator``; the bound on the query tokens of ragged requests."""

@@ -61,8 +61,8 @@ def decode_growing(
     runtime = default.runtime or default_runtime()
     tensors = (q, k, v) if sinks is None else (q, k, v, sinks)
     options = softmax_scale, window_left, len(tensors)  # a guard takes as many tensors as it was made of
-    known = runtime.growing.get(get_ident(), ())
-    form = next((form for form in known if form.options == options and form.takes(tensors)), None)
+    forms = runtime.growing.get(get_ident(), ())
+    form = next((form for form in forms if form.options == options and form.takes(tensors)), None)
     if q.is_cuda and torch.cuda.is_current_stream_capturing():
         return None  # the graph would need the lengths for itself
     if form is None:
@@ -71,7 +71,7 @@ def decode_growing(
             return None
         if len(runtime.growing) >= _MOST_THREADS:
             runtime.growing.clear()
-        runtime.growing[get_ident()] = (form, *known[: _MOST_FORMS - 1])
+        runtime.growing[get_ident()] = (form, *forms[: _MOST_FORMS - 1])
     return form.run(tensors)
 
 

@@ -31,8 +31,8 @@ def latent_view(cache: TensorView, name: str = "kv_cache") -> TensorView:
             f"shape {cache.shape}, expected [pages, page_size, width] or [pages, 1, page_size, width]", argument=name
         )
     pages, tokens, width = shape
-    own = (strides[0], strides[1], width, strides[2])
-    return TensorView(cache.pointer, cache.dtype, (pages, tokens, 1, width), own, cache.device)
+    view_strides = (strides[0], strides[1], width, strides[2])
+    return TensorView(cache.pointer, cache.dtype, (pages, tokens, 1, width), view_strides, cache.device)
 
 
 def check_cache(q: TensorView, cache: TensorView) -> None:

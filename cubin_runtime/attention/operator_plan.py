@@ -200,9 +200,9 @@ class OperatorPlan:
         numbers: tuple[Any, ...],
         workspace: AnyWorkspace | None,
         stream: int,
-        **own: Mapping[int, bytes],
+        **options: Mapping[int, bytes],
     ) -> Launched:
-        """``launch`` without a hook; ``own`` may be the ``maps`` of ``PreparedLaunches.run``."""
+        """``launch`` without a hook; ``options`` may be the ``maps`` of ``PreparedLaunches.run``."""
         if workspace is None:
             scratch: AnyWorkspace = self._pool.take(stream)
             context = scratch.context
@@ -214,12 +214,12 @@ class OperatorPlan:
         place = scratch.claim(stream)
         values = (*addresses, *self._regions_at(scratch, place), *numbers)
         try:
-            prepared.run(stream, *values, **own)
+            prepared.run(stream, *values, **options)
         except OtherContextError:  # asked for only then, since the contexts nearly always agree
             context = context_of_launch(self.driver, self.device, scratch.context, stream)
             prepared = self._prepared_in(context, stream)
             with self.driver.using(context):
-                prepared.run(stream, *values, **own)
+                prepared.run(stream, *values, **options)
         return Launched(
             prepared=prepared,
             values=values,
@@ -313,13 +313,15 @@ class OperatorPlan:
             raise ClampedInputError(f"{self.operator.name} by {kernels} met {' and '.join(met)}")
 
     def _prepared_in(self, context: int, stream: int) -> PreparedLaunches:
-        known = self._prepared.get(context)
-        if known is not None:
-            return known
+        prepared = self._prepared.get(context)
+        if prepared is not None:
+            return prepared
         runtime = self._runtime
-        its = self.driver.context_device(context)
-        if its != self.device:
-            raise UsageError(f"on device {its}, the plan is for tensors on device {self.device}", argument="workspace")
+        device = self.driver.context_device(context)
+        if device != self.device:
+            raise UsageError(
+                f"on device {device}, the plan is for tensors on device {self.device}", argument="workspace"
+            )
         names = (*self.operator.values, *(region.name for region in self.regions), *self.operator.numbers)
         prepared = PreparedLaunches(
             self.launch_plans(),

@@ -173,19 +173,19 @@ def _family(
     kept_bound: int,
 ) -> CallFamily:
     """The calls that differ from one in sizes alone, whose plans are from the cache or made now."""
-    plans, own = runtime.plans, runtime.for_plans  # the runtime may keep the function below
+    plans, plan_runtime = runtime.plans, runtime.for_plans  # the runtime may keep the function below
 
     def plan(of: CallTensors, max_q_len: int | None) -> StepPlan:
         def planned() -> StepPlan:
             call = operator.call(of, options)
             if of is not tensors:
                 call = operator.call(of, operator.resized_options(call, max_q_len))
-            return _plan(plan_class, operator, own, call, None, of_torch, kept_bound)
+            return _plan(plan_class, operator, plan_runtime, call, None, of_torch, kept_bound)
 
         cached: StepPlan = plans.get((form, max_q_len, of.specs), planned)
         return cached
 
-    return CallFamily(own, tensors, form, plan, getattr(options, _Q_LEN_BOUND, None))
+    return CallFamily(plan_runtime, tensors, form, plan, getattr(options, _Q_LEN_BOUND, None))
 
 
 def _checked(operator: Operator, options: Any) -> dict[str, Any]:

@@ -26,7 +26,7 @@ class PlanCache:
         self._limit = entries
         self._lock = threading.RLock()
         self._plans: OrderedDict[Hashable, Any] = OrderedDict()
-        self.made = self.found = 0
+        self.hits = self.misses = 0
 
     def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """The plan for ``key``, made on first use; a failure to make it is not kept."""
@@ -34,12 +34,12 @@ class PlanCache:
             plan = self._plans.get(key)
             if plan is not None:
                 self._plans.move_to_end(key)
-                self.found += 1
+                self.hits += 1
                 return plan
         plan = make()
         with self._lock:
             plan = self._plans.setdefault(key, plan)
-            self.made += 1
+            self.misses += 1
             while len(self._plans) > self._limit:
                 self._plans.popitem(last=False)
         return plan

@@ -105,9 +105,9 @@ def paged_decode_reference(  # noqa: PLR0915
             visible = _visible(rows, length, words, window_left, draft_position == "index", causal)
         else:
             every = np.arange(int(global_seq_lens[b]))
-            own = every[every // cp_interleave % cp_world == cp_rank][:length]
+            rank_keys = every[every // cp_interleave % cp_world == cp_rank][:length]
             position = len(every) - rows + np.arange(rows)[:, None]
-            visible = (own <= position) & ((own >= position - window_left) | (window_left < 0))
+            visible = (rank_keys <= position) & ((rank_keys >= position - window_left) | (window_left < 0))
         if not visible.any():
             continue
         first = int(visible.any(axis=0).argmax())  # a window leaves out what is in front of it

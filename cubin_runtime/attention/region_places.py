@@ -33,9 +33,9 @@ class RegionPlaces:
         Raises:
             WorkspaceError: the place is too small.
         """
-        known = self._places.get(place)
-        if known is not None and not traced.call:  # a caller's buffers are to be seen in the addresses
-            return known
+        addresses = self._places.get(place)
+        if addresses is not None and not traced.call:  # a caller's buffers are to be seen in the addresses
+            return addresses
         regions = workspace.regions(self._regions, place)
         addresses = tuple(regions[region.name] for region in self._regions)
         with self._lock:

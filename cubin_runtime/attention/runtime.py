@@ -56,11 +56,11 @@ class NativeRelease:
 
     def file_of(self, kernel: NativeKernel) -> KernelFile:
         """Return where a kernel's cubin is, its pinned digest, and the struct that it takes."""
-        known = self._files.get(kernel.file)
-        if known is None:
+        file = self._files.get(kernel.file)
+        if file is None:
             path = self.pin.path.child(kernel.file)
-            known = self._files[kernel.file] = KernelFile(path, self.digests[path], self.layouts[kernel.struct])
-        return known
+            file = self._files[kernel.file] = KernelFile(path, self.digests[path], self.layouts[kernel.struct])
+        return file
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,8 +289,8 @@ class Runtime(PlanRuntime):
         counts, profiler = self.modules.counts, self.driver.profiler
         return RuntimeStats(
             launches=self.driver.launches,
-            plans_made=self.plans.made,
-            plans_found=self.plans.found,
+            plans_made=self.plans.misses,
+            plans_found=self.plans.hits,
             fast_paths=sum(len(of.entries) for of in (*self.fast_paths.values(), *self.family_paths.values())),
             loads=counts.loads,
             loaded_bytes=counts.bytes,

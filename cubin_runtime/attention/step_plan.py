@@ -98,10 +98,10 @@ def bind_step(
     """``plan.bind``; the dict is this function's own."""
     arguments = renamed_options("bind", plan.operator.former, arguments)
     names = [arg.name for arg in plan.operator.tensors]
-    known = dict.fromkeys((*names, *plan.operator.number_arguments))
+    parameters = dict.fromkeys((*names, *plan.operator.number_arguments))
     for name in arguments:
-        if name not in known:
-            raise UsageError(f"expected one of {', '.join(known)}", argument=name)
+        if name not in parameters:
+            raise UsageError(f"expected one of {', '.join(parameters)}", argument=name)
     scales = {name: arguments.get(name) for name in plan.operator.number_arguments}
     numbers = plan.numbers_of(scales)  # which leaves the scales that are tensors
     tensors = {name: scales.get(name, value) for name, value in arguments.items() if name in names}

@@ -50,12 +50,12 @@ def diff(
         output.line(f"- {name}")
     for change in changes.changed:
         output.line(f"~ {change.name}{_facts(change)}")
-    known = (
+    limitation = (
         "" if changes.metadata else "; compared by names and digests only, because metadata is not available locally"
     )
     output.line(
         f"{changes.old} -> {changes.new}: {len(changes.added)} added, {len(changes.removed)} removed, "
-        f"{len(changes.changed)} changed, {changes.same} the same{known}"
+        f"{len(changes.changed)} changed, {changes.same} the same{limitation}"
     )
 
 

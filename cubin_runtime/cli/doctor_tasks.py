@@ -48,10 +48,10 @@ def failed_requirements(required: Sequence[str], tasks: Sequence[Mapping[str, An
         name, _, release = word.partition(":")
         rows = [one for one in tasks if one["task"] == name and release in ("", one.get("release"))]
         if not rows:
-            known = sorted(str(one["release"]) for one in tasks if "release" in one)
+            releases = sorted(str(one["release"]) for one in tasks if "release" in one)
             raise UsageError(
                 f"--require {word!r}: expected one of {', '.join(TASKS)}"
-                + (f", or fetch:RELEASE with one of {', '.join(known)}" if known else "")
+                + (f", or fetch:RELEASE with one of {', '.join(releases)}" if releases else "")
             )
         if all(one["state"] != YES for one in rows):
             worst = rows[0]

@@ -95,10 +95,12 @@ def register(app: typer.Typer) -> None:
 
 def _takes_sizes(function: Callable[..., None]) -> Callable[..., None]:
     """The function with an option for each of ``SIZES``, ahead of trtllm-gen's own; it reads them from its context."""
-    own = inspect.signature(function, eval_str=True)
-    named = [parameter for parameter in own.parameters.values() if parameter.kind != inspect.Parameter.VAR_KEYWORD]
+    signature = inspect.signature(function, eval_str=True)
+    named = [
+        parameter for parameter in signature.parameters.values() if parameter.kind != inspect.Parameter.VAR_KEYWORD
+    ]
     place = next(number for number, parameter in enumerate(named) if parameter.name == "policy")
-    function.__signature__ = own.replace(  # type: ignore[attr-defined]
+    function.__signature__ = signature.replace(  # type: ignore[attr-defined]
         parameters=[*named[:place], *SIZES, *named[place:]]
     )
     return function

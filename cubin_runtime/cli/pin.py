@@ -98,12 +98,12 @@ def pin(
         _refuse_where_signed(config)
         _refuse_secrets(source or ())
     library = Library(config)
-    known = next((one for one in library.pins if path.rstrip("/") in (one.name, one.path.text)), None)
-    if known is not None and sha256 is None:
-        _show(known, json, written=f"already pinned in {library.pins.origin(known)}")
+    existing = next((one for one in library.pins if path.rstrip("/") in (one.name, one.path.text)), None)
+    if existing is not None and sha256 is None:
+        _show(existing, json, written=f"already pinned in {library.pins.origin(existing)}")
         return
-    if known is not None and known.path != folder:
-        raise UsageError(f"pin {path!r}: is the name of a pin, expected the release's folder, {known.path}")
+    if existing is not None and existing.path != folder:
+        raise UsageError(f"pin {path!r}: is the name of a pin, expected the release's folder, {existing.path}")
     data, origin = _manifest_of(library, folder, sha256)
     new = make_pin(
         data,

@@ -20,10 +20,10 @@ _VERSION_2_ALONE = frozenset({"dropout_p", "alibi_slopes"})
 def _by_positions(function: Callable[..., Any], order: str) -> Callable[..., Any]:
     """``function`` with its parameters in version 3's ``order``; what that leaves out is taken by name."""
     names = order.split()
-    own = inspect.signature(function)
-    by_name = [name for name in own.parameters if name not in _VERSION_2_ALONE.union(names)]
-    parameters = [own.parameters[name].replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
-    parameters += [own.parameters[name].replace(kind=inspect.Parameter.KEYWORD_ONLY) for name in by_name]
+    signature = inspect.signature(function)
+    by_name = [name for name in signature.parameters if name not in _VERSION_2_ALONE.union(names)]
+    parameters = [signature.parameters[name].replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+    parameters += [signature.parameters[name].replace(kind=inspect.Parameter.KEYWORD_ONLY) for name in by_name]
 
     @wraps(function)
     def call(*arguments: Any, **named: Any) -> Any:
@@ -35,7 +35,7 @@ def _by_positions(function: Callable[..., Any], order: str) -> Callable[..., Any
         result = function(**dict(zip(names, arguments)), **named)  # noqa: B905  # fewer by position than by name
         return result[:2] if isinstance(result, tuple) else result
 
-    call.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+    call.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return call
 
 

@@ -144,9 +144,9 @@ class ContextParallelMerge:
             base = {"lse_base": self._lse_base}
             buffers.gathered[self._rank].fill_(float("-inf"))
             self._merge_states(buffers.zeros, buffers.part_lses, out=buffers.zero, lse=buffers.other_lse, **base)
-            own = {"other": buffers.out, "other_lse": buffers.lse, "sinks": sinks, **base}
+            arguments = {"other": buffers.out, "other_lse": buffers.lse, "sinks": sinks, **base}
             results = {"out": buffers.weighed, "lse": buffers.total_lse}
-            self._merge_states(buffers.zero_part, buffers.other_lse[:, None], **own, **results)
+            self._merge_states(buffers.zero_part, buffers.other_lse[:, None], **arguments, **results)
 
         def finish() -> None:
             out.copy_(buffers.reduced.transpose(0, 1))

@@ -66,8 +66,8 @@ class KvPartition:
         """
         keys = global_lens.clamp(min=0)
         rest = (keys % (self.world * self.interleave)) - self.rank * self.interleave
-        own = (keys // (self.world * self.interleave)) * self.interleave + rest.clamp(0, self.interleave)
-        return own if out is None else out.copy_(own)
+        lens = (keys // (self.world * self.interleave)) * self.interleave + rest.clamp(0, self.interleave)
+        return lens if out is None else out.copy_(lens)
 
     def own_positions(self, positions: Any, out: Any = None) -> Any:
         """Return where this rank stores the keys at global ``positions``, for ``append_kv``; -1: another rank does.
@@ -82,5 +82,5 @@ class KvPartition:
         rest = positions % (self.world * self.interleave) - self.rank * self.interleave
         index = (positions // (self.world * self.interleave)) * self.interleave + rest
         held = (positions >= 0) & (rest >= 0) & (rest < self.interleave)
-        own = index.masked_fill(~held, -1)
-        return own if out is None else out.copy_(own)
+        local = index.masked_fill(~held, -1)
+        return local if out is None else out.copy_(local)

@@ -74,13 +74,13 @@ def warm_up(
     # Prompts behind decodes: their lengths begin at any of the four places that an int32 has in 16 bytes.
     for first in range(min(4, rows)):
         for count in range(1 + _SIZES * first, min(1 + _SIZES * (first + 1), rows - first + 1)):
-            behind, own = slice(first, first + count), sums[: count + 1]
+            behind, query_sums = slice(first, first + count), sums[: count + 1]
             arguments = (table[behind], lengths[behind])
-            prompts = Part(0, count, *arguments, own, 1, limits.keys)
+            prompts = Part(0, count, *arguments, query_sums, 1, limits.keys)
             steps = [(prompts, PagedBatch(None, prompts))]
             if first == 0:
                 decodes = [Part(0, count, *arguments, None, 1, limits.keys)]
-                decodes += _with_drafts(*arguments, own, rows, limits) if limits.decode_tokens > 1 else ()
+                decodes += _with_drafts(*arguments, query_sums, rows, limits) if limits.decode_tokens > 1 else ()
                 steps += [(part, PagedBatch(part, None)) for part in decodes]
             for part, batch in steps:
                 queries = projected[: part.rows].view(part.rows, *q.shape[1:])
@@ -197,8 +197,12 @@ def _dealt_plans(
     heads, size = q.shape[1:]
     k_cache, v_cache = _page(q, kv_heads, page_size, kv_layout, cache_dtype)
     table, lengths = _tables(q, page_size, limits)
-    queries, own, new_keys = (q.new_empty(limits.tokens, count, size) for count in (world * heads, heads, kv_heads))
-    sums, own_sums = (torch.empty(part.shape[:2], dtype=torch.float32, device=q.device) for part in (queries, own))
+    queries, rank_queries, new_keys = (
+        q.new_empty(limits.tokens, count, size) for count in (world * heads, heads, kv_heads)
+    )
+    sums, own_sums = (
+        torch.empty(part.shape[:2], dtype=torch.float32, device=q.device) for part in (queries, rank_queries)
+    )
     shared: dict[str, Any] = {"max_seq_len": limits.keys, "softmax_scale": options.softmax_scale}
     shared |= {"k_scale": options.k_scale, "v_scale": options.v_scale, "kv_layout": kv_layout}
     most = min(limits.requests, limits.tokens)
@@ -220,5 +224,5 @@ def _dealt_plans(
         new = {**tokens, "kv_cu_seq_lens": lengths[: requests + 1], "max_seq_len": limits.tokens}
         new["softmax_scale"] = options.softmax_scale
         for lse in (None, own_sums):
-            yield plan_context_attention(own, new_keys, new_keys, own, lse, **new)
-    yield plan_merge_states(own, own_sums, own, other=own, other_lse=own_sums)
+            yield plan_context_attention(rank_queries, new_keys, new_keys, rank_queries, lse, **new)
+    yield plan_merge_states(rank_queries, own_sums, rank_queries, other=rank_queries, other_lse=own_sums)

@@ -76,22 +76,22 @@ def check_launchable(
     return facts
 
 
-def effective_architecture(own: Architecture, declared: Architecture | None) -> Architecture:
+def effective_architecture(actual: Architecture, declared: Architecture | None) -> Architecture:
     """The cubin's own architecture; where its suffix is unknown, the declared one of the same number.
 
     Raises:
         AbiError: the two contradict each other, or nothing states the suffix.
     """
-    if own.suffix is None:
+    if actual.suffix is None:
         if declared is None or declared.suffix is None:
-            raise AbiError(f"architecture {own}: neither the cubin nor its metadata states the suffix")
+            raise AbiError(f"architecture {actual}: neither the cubin nor its metadata states the suffix")
         # A family cubin such as sm_100f carries the plain number, so the numbers must still agree.
-        if declared.number != own.number:
-            raise AbiError(f"architecture: the cubin says {own}, its metadata declares {declared}")
+        if declared.number != actual.number:
+            raise AbiError(f"architecture: the cubin says {actual}, its metadata declares {declared}")
         return Architecture(declared.number, declared.suffix, declared=True)
-    if declared is not None and not own.same_target(declared):
-        raise AbiError(f"architecture: the cubin says {own}, its metadata declares {declared}")
-    return own
+    if declared is not None and not actual.same_target(declared):
+        raise AbiError(f"architecture: the cubin says {actual}, its metadata declares {declared}")
+    return actual
 
 
 def check_architecture(architecture: Architecture, device: DeviceFacts) -> None:

@@ -180,9 +180,9 @@ class Driver:
 
     def device(self, ordinal: int = 0) -> DeviceFacts:
         """The facts of one device, asked for once."""
-        known = self._devices.get(ordinal)
-        if known is not None:
-            return known
+        facts = self._devices.get(ordinal)
+        if facts is not None:
+            return facts
         handle = self.out_int("cuDeviceGet", ordinal)
         name = ctypes.create_string_buffer(256)
         self.call("cuDeviceGetName", ctypes.addressof(name), len(name), handle)
@@ -243,9 +243,9 @@ class Driver:
         ``context_on``.
         """
         if not is_default(stream) and not self.is_capturing(stream):
-            its = self.stream_context(stream)
-            if self.context_device(its) == ordinal:
-                return its
+            context = self.stream_context(stream)
+            if self.context_device(context) == ordinal:
+                return context
         return self.context_on(ordinal)
 
     def context_device(self, context: int | None = None) -> int:

@@ -185,13 +185,13 @@ class PreparedLaunches:
         driver, context, ordinal = self._driver, self._context, self._device.ordinal
         driver.check_process()
         if code in _ELSEWHERE and (is_default(stream) or not driver.is_capturing(stream)):
-            its = driver.context_on(ordinal) if is_default(stream) else driver.stream_context(stream)
-            there = driver.context_device(its)
+            stream_context = driver.context_on(ordinal) if is_default(stream) else driver.stream_context(stream)
+            there = driver.context_device(stream_context)
             if there != ordinal:
                 raise UsageError(
                     f"stream {stream:#x}: belongs to device {there}, the kernel is loaded on device {ordinal}"
                 )
-            if its != context:
+            if stream_context != context:
                 return True
             with driver.using(context):
                 code = self.call(config, function, arguments, None)

@@ -78,7 +78,9 @@ class Senders:
         """The functions for a key that had none, with these values where they are not written."""
         prepared = self._prepared
         contents = prepared.contents(values, written=self._numbers)
-        sends = tuple(self._make(launch, stream, own) for launch, own in zip(prepared.launches, contents, strict=True))
+        sends = tuple(
+            self._make(launch, stream, content) for launch, content in zip(prepared.launches, contents, strict=True)
+        )
         with self._lock:
             while len(self.by_key) >= _MAX_KEYS and key not in self.by_key:
                 self.by_key.pop(next(iter(self.by_key)))
@@ -133,8 +135,8 @@ def by_ctypes(prepared: PreparedLaunches, written: frozenset[int]) -> Maker:
     record, tick = prepared.history.record, prepared.history.tick
 
     def make(launch: PreparedLaunch, stream: int, contents: Mapping[str, object]) -> Callable[..., int]:
-        own = [item for item in launch.inputs if item.value in written]
-        inputs = [item._replace(value=place) for place, item in enumerate(own)]
+        changing = [item for item in launch.inputs if item.value in written]
+        inputs = [item._replace(value=place) for place, item in enumerate(changing)]
         spare: list[tuple[ParameterBlock, Any]] = []  # with their configurations
 
         def new_block() -> tuple[ParameterBlock, Any]:
@@ -143,9 +145,9 @@ def by_ctypes(prepared: PreparedLaunches, written: frozenset[int]) -> Maker:
 
         def send(*values: Any) -> int:
             try:
-                block, config = own = spare.pop()
+                block, config = buffer = spare.pop()
             except IndexError:
-                block, config = own = new_block()
+                block, config = buffer = new_block()
             if values:
                 block.write(values, descriptor)
             record((launch, block.view.tobytes(), stream))
@@ -154,7 +156,7 @@ def by_ctypes(prepared: PreparedLaunches, written: frozenset[int]) -> Maker:
             code = call(config, block.function, block.arguments, None)
             if profiler:
                 profiler.leave(begin)
-            spare.append(own)
+            spare.append(buffer)
             return int(code)
 
         return send

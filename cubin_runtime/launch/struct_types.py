@@ -62,7 +62,7 @@ def element_type(text: str) -> ElementType:
     array = _ARRAY.match(text)
     base, count = (array[1], int(array[2])) if array else (text, None)
     if base not in SCALARS:
-        known = ", ".join(["CUtensorMap", "FastModDiv", *SCALARS])
-        raise UsageError(f"type {text!r}: expected {known} or an array T[N]")
+        names = ", ".join(["CUtensorMap", "FastModDiv", *SCALARS])
+        raise UsageError(f"type {text!r}: expected {names} or an array T[N]")
     size = SCALARS[base].size
     return ElementType(base, count, size * (count or 1), size)

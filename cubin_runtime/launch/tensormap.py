@@ -260,19 +260,19 @@ class MovedDescriptors:
     def __init__(self, cache: TensorMapCache, driver: Driver, context: int) -> None:
         """``cache`` encodes, with ``context`` current."""
         self._cache, self._driver, self._context = cache, driver, context
-        self._found: dict[tuple[int, int], tuple[TensorMapSpec, bytes]] = {}
+        self._descriptors: dict[tuple[int, int], tuple[TensorMapSpec, bytes]] = {}
 
     def __call__(self, spec: TensorMapSpec, address: int) -> bytes:
         """The 128 bytes of ``spec`` at another address; errors as ``TensorMapCache.encode``."""
         place = id(spec), address
-        moved = self._found.get(place)
+        moved = self._descriptors.get(place)
         if moved is not None:
             return moved[1]
         with self._driver.using(self._context):
             encoded = self._cache.encode(spec.moved(address))
-        if len(self._found) >= _MOST_MOVED:
-            self._found.clear()
-        self._found[place] = spec, encoded  # whose identity no other spec gets while it is here
+        if len(self._descriptors) >= _MOST_MOVED:
+            self._descriptors.clear()
+        self._descriptors[place] = spec, encoded  # whose identity no other spec gets while it is here
         return encoded
 
 
@@ -288,10 +288,10 @@ def check_tensor_map(spec: TensorMapSpec) -> None:
 
 
 def _check_words(spec: TensorMapSpec) -> None:
-    for name, known in _WORDS.items():
+    for name, numbers in _WORDS.items():
         value = getattr(spec, name)
-        if value not in known:
-            raise TensorMapError("word", f"{name}={value!r}: expected one of {', '.join(known)}")
+        if value not in numbers:
+            raise TensorMapError("word", f"{name}={value!r}: expected one of {', '.join(numbers)}")
 
 
 def _check_shape(spec: TensorMapSpec) -> None:
@@ -368,10 +368,10 @@ def _check_box(spec: TensorMapSpec, packed: bool) -> None:  # noqa: C901
 
 def _check_modes(spec: TensorMapSpec, packed: bool) -> None:
     if packed:
-        known = _GAPPED_SWIZZLES[spec.dtype]
-        if spec.swizzle not in known:
+        swizzles = _GAPPED_SWIZZLES[spec.dtype]
+        if spec.swizzle not in swizzles:
             raise TensorMapError(
-                "swizzle-packed", f"swizzle={spec.swizzle}: expected one of {', '.join(known)} for {spec.dtype}"
+                "swizzle-packed", f"swizzle={spec.swizzle}: expected one of {', '.join(swizzles)} for {spec.dtype}"
             )
     if spec.dtype == "16u6_align16b" and spec.interleave != "none":
         raise TensorMapError("interleave-packed", f"interleave={spec.interleave}: expected none for {spec.dtype}")

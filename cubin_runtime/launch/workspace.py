@@ -247,9 +247,11 @@ class Workspace:
 def _check_device(driver: Driver, context: int, stream: int) -> None:
     if is_default(stream):
         return  # it is that of whatever context the launch is made in
-    mine, its = driver.context_device(context), driver.context_device(driver.stream_context(stream))
-    if mine != its:
-        raise WorkspaceError(f"stream {stream:#x} is of device {its}, the workspace is on device {mine}")
+    own_device, stream_device = driver.context_device(context), driver.context_device(driver.stream_context(stream))
+    if own_device != stream_device:
+        raise WorkspaceError(
+            f"stream {stream:#x} is of device {stream_device}, the workspace is on device {own_device}"
+        )
 
 
 def _new_memory(driver: Driver, context: int, nbytes: int, stream: int) -> tuple[int, int]:

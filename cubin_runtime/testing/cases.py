@@ -125,12 +125,12 @@ def _case(
     caches = tuple(_poisoned(dtype, (len(order), page_size, *shape)) for shape in shapes[1:])
     first = 0
     for request, (length, count) in enumerate(zip(lengths, used, strict=True)):
-        own = table[request, :count] = order[first : first + count]
+        pages = table[request, :count] = order[first : first + count]
         first += count
         for cache in caches:
-            rows = cache[own].reshape(-1, *cache.shape[2:])
+            rows = cache[pages].reshape(-1, *cache.shape[2:])
             rows[:length] = to_bits(dtype, rng.standard_normal((length, *cache.shape[2:]), dtype=np.float32))
-            cache[own] = rows.reshape(-1, page_size, *cache.shape[2:])
+            cache[pages] = rows.reshape(-1, page_size, *cache.shape[2:])
     return DecodeCase(
         dtype=dtype,
         q=to_bits(dtype, rng.standard_normal((sum(tokens), *shapes[0]), dtype=np.float32)),

@@ -48,15 +48,18 @@ def assert_attention_close(
     Raises:
         AssertionError: a bound is broken; the message names the first element or row and both values.
     """
-    own, products = ROUNDING[dtype], ROUNDING[probability_dtype(kv_dtype or dtype)]
+    rounding, products = ROUNDING[dtype], ROUNDING[probability_dtype(kv_dtype or dtype)]
     got = np.asarray(from_bits(dtype, out), dtype=np.float64)
     assert got.shape == np.shape(expected), f"the output has shape {got.shape}, expected {np.shape(expected)}"
     assert np.isfinite(got).all(), f"the output holds NaN or infinity at {_first(~np.isfinite(got))}"
     size = np.abs(expected).max(initial=0.0)
-    want = np.clip(expected, -own.largest, own.largest)
-    _assert_elements(got, want, max(min(1.0, abs(output_scale)), size), own if own.roundoff > 0.01 else None)
+    want = np.clip(expected, -rounding.largest, rounding.largest)
+    _assert_elements(got, want, max(min(1.0, abs(output_scale)), size), rounding if rounding.roundoff > 0.01 else None)
     # Below the smallest normal number a rounding is a step, not a fraction.
-    bound, floor = products.probabilities + own.output + score_error * math.log(2), own.step * np.sqrt(want.shape[-1])
+    bound, floor = (
+        products.probabilities + rounding.output + score_error * math.log(2),
+        rounding.step * np.sqrt(want.shape[-1]),
+    )
     error = _assert_norms(got, want, bound, floor)
     if lse is not None:
         assert_lse_close(lse, expected_lse, score_error)

@@ -25,12 +25,12 @@ class StandInDevice(Device):
     def __init__(self, standin: StandIn) -> None:
         super().__init__(_PosingDriver(standin.path), computes=False)
         self.standin = standin
-        self._known: set[tuple[str, str]] = set()
+        self._kernels: set[tuple[str, str]] = set()
 
     def launch(self, cubin: CubinUnderTest, **how: Any) -> None:
         """As ``Device.launch``; adds the cubin's kernel to the stand-in first."""
-        if (cubin.cubin.sha256, cubin.symbol) not in self._known:
-            self._known.add((cubin.cubin.sha256, cubin.symbol))
+        if (cubin.cubin.sha256, cubin.symbol) not in self._kernels:
+            self._kernels.add((cubin.cubin.sha256, cubin.symbol))
             self.standin.add_cubin(cubin)
         super().launch(cubin, **how)
 

@@ -49,7 +49,7 @@ def is_question_docstring(node: ast.AST) -> bool:
 def is_participle(node: ast.AST) -> bool:
     """A value that is named for how it came about, not for what it is."""
     stored = node.id if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) else getattr(node, "arg", None)
-    return not isinstance(node, ast.keyword) and stored in ("found", "given", "made", "wanted")
+    return not isinstance(node, ast.keyword) and stored in ("found", "given", "made", "wanted", "known", "own", "its")
 
 
 BANS = (

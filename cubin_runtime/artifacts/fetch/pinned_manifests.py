@@ -35,9 +35,9 @@ class PinnedManifests:
             SourceError: no source has it, or a local one cannot be read (``network`` false).
             StoreError: no source has it, and the store cannot be read.
         """
-        known = self._manifests.get(pin.manifest_sha256)
-        if known is not None:
-            return known
+        cached = self._manifests.get(pin.manifest_sha256)
+        if cached is not None:
+            return cached
         request = manifest_request(pin)
         content, reasons = self._loader.at_hand(pin, request)
         unreadable = next((reason for reason in reasons if isinstance(reason, StoreError)), None)

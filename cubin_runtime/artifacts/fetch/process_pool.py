@@ -90,9 +90,9 @@ class ProcessWorkerPool:
     def take(self, timeout: float) -> list[Outcome]:
         """See ``WorkerPool.take``."""
         outcomes: list[Outcome] = []
-        known = {worker.connection: worker for worker in self._workers}
-        for connection in wait(list(known), timeout):
-            worker = known[connection]  # type: ignore[index]
+        by_connection = {worker.connection: worker for worker in self._workers}
+        for connection in wait(list(by_connection), timeout):
+            worker = by_connection[connection]  # type: ignore[index]
             try:
                 while worker.connection.poll():
                     outcomes += self._hear(worker, worker.connection.recv())

@@ -57,7 +57,7 @@ def make_pin(
     return parse_pins(format_pin(pin).encode(), "pin")[0]
 
 
-def add_pin(file: Path, pin: Pin, known: PinSet, options: Collection[str] = ()) -> bool:
+def add_pin(file: Path, pin: Pin, pin_set: PinSet, options: Collection[str] = ()) -> bool:
     """Append a pin to a user's file, whole or not at all; False if the release was pinned with that digest.
 
     ``options`` are names of fields in which a pin that is there must be equal, as they were asked for. Processes that
@@ -68,7 +68,7 @@ def add_pin(file: Path, pin: Pin, known: PinSet, options: Collection[str] = ()) 
     """
     with _changed_alone(file):
         text = _read(file) if _is_there(file) else ""
-        others = [(one, known.origin(one)) for one in known if known.origin(one) != str(file)]
+        others = [(one, pin_set.origin(one)) for one in pin_set if pin_set.origin(one) != str(file)]
         now = PinSet([*others, *((one, str(file)) for one in parse_pins(text.encode(), str(file)))])
         there = next((one for one in now if one.path == pin.path), None)
         if there is not None and there.manifest_sha256 == pin.manifest_sha256:
@@ -79,7 +79,7 @@ def add_pin(file: Path, pin: Pin, known: PinSet, options: Collection[str] = ()) 
     return True
 
 
-def add_group(file: Path, pins: Sequence[Pin], known: PinSet) -> tuple[Pin, ...]:
+def add_group(file: Path, pins: Sequence[Pin], pin_set: PinSet) -> tuple[Pin, ...]:
     """Append pins of one group to a user's file, all or none; those that were not there before.
 
     A release that is pinned already with the same digest keeps its name and all else, and joins the group.
@@ -89,7 +89,7 @@ def add_group(file: Path, pins: Sequence[Pin], known: PinSet) -> tuple[Pin, ...]
     """
     with _changed_alone(file):
         text = _read(file) if _is_there(file) else ""
-        others = [(one, known.origin(one)) for one in known if known.origin(one) != str(file)]
+        others = [(one, pin_set.origin(one)) for one in pin_set if pin_set.origin(one) != str(file)]
         now = PinSet([*others, *((one, str(file)) for one in parse_pins(text.encode(), str(file)))])
         by_path = {one.path: one for one in now}
         added: list[Pin] = []
@@ -112,19 +112,19 @@ def _refuse_to_change(there: Pin, new: Pin, options: Collection[str]) -> None:
             )
 
 
-def remove_pin(file: Path, name_or_path: str, known: PinSet) -> Pin:
+def remove_pin(file: Path, name_or_path: str, pin_set: PinSet) -> Pin:
     """Take a pin out of a user's file, whole or not at all; the rest of the file stays as it is written.
 
     Raises:
         PinError: no such pin, it comes from another place than ``file``, or the file cannot be written.
     """
-    pin = known.get(name_or_path)
-    if known.origin(pin) == str(BUILTIN_PINS):
+    pin = pin_set.get(name_or_path)
+    if pin_set.origin(pin) == str(BUILTIN_PINS):
         raise PinError(f"{pin.name!r} is built in and cannot be removed")
     if name_or_path.removesuffix("/") not in (pin.name, pin.path.text):
         raise PinError(f"{name_or_path!r} is not a pin, but inside {pin.name!r}; expected a name or a release's folder")
-    if known.origin(pin) != str(file):
-        raise PinError(f"{pin.name!r} comes from {known.origin(pin)}, and only {file} can be edited; remove it there")
+    if pin_set.origin(pin) != str(file):
+        raise PinError(f"{pin.name!r} comes from {pin_set.origin(pin)}, and only {file} can be edited; remove it there")
     with _changed_alone(file):
         replace_file(file, _without([pin], _read(file), file).encode())
     return pin

@@ -49,9 +49,9 @@ class PinSet:
         self._by_name: dict[str, Pin] = {}
         self._origins: dict[str, str] = {}
         for pin, origin in joined:
-            if (known := self._by_name.setdefault(pin.name, pin)) is not pin:
+            if (earlier := self._by_name.setdefault(pin.name, pin)) is not pin:
                 raise _disagreement(
-                    f"the folder of the name {pin.name!r}", (known, self._origins[pin.name]), (pin, origin)
+                    f"the folder of the name {pin.name!r}", (earlier, self._origins[pin.name]), (pin, origin)
                 )
             self._origins[pin.name] = origin
         self._check_folders()

@@ -101,8 +101,8 @@ def open_catalog(library: Library, pin: Pin, *, fetch: bool) -> Catalog:
     """
     manifest = library.manifest(pin)
     if pin.path.child(FILE_NAME) in manifest.digests:
-        own = {kernel.file: kernel for kernel in open_native_kernels(library, pin, fetch=fetch)}
-        return Catalog(manifest, own.get, has_metadata=True)
+        kernels = {kernel.file: kernel for kernel in open_native_kernels(library, pin, fetch=fetch)}
+        return Catalog(manifest, kernels.get, has_metadata=True)
     if pin.path.child(HEADER_PATH) in manifest.digests:
         index = open_kernel_index(library, pin, fetch=fetch)
         return Catalog(manifest, lambda file: _row_of_file(index, file), has_metadata=True)

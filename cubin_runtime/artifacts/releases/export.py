@@ -161,8 +161,8 @@ def _items(library: Library, chosen: Chosen) -> list[_Item]:
     items: dict[ArtifactPath, _Item] = {}
     for pin, paths in chosen:
         manifest = manifest_at_hand(library, pin)
-        own = pin.path.child(MANIFEST_NAME)
-        items[own] = _Item(own, pin.manifest_sha256, MAX_MANIFEST_BYTES, pin, True)
+        manifest_path = pin.path.child(MANIFEST_NAME)
+        items[manifest_path] = _Item(manifest_path, pin.manifest_sha256, MAX_MANIFEST_BYTES, pin, True)
         for path in paths:
             items[path] = _Item(path, manifest.digests[path], pin.max_file_bytes, pin, False)
     return [items[path] for path in sorted(items)]

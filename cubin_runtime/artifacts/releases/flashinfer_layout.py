@@ -63,8 +63,8 @@ def _listed(library: Library, below: str, releases: Mapping[str, Pin]) -> Callab
         listed = manifest_at_hand(library, pin).digests
     except CubinRuntimeError:
         return lambda path: True
-    known, manifest = {path.text for path in listed}, pin.path.child(MANIFEST_NAME).text
-    return lambda path: path in known or path == manifest
+    paths, manifest = {path.text for path in listed}, pin.path.child(MANIFEST_NAME).text
+    return lambda path: path in paths or path == manifest
 
 
 def flashinfer_variables(folder: Path) -> dict[str, str]:

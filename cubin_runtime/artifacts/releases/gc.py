@@ -182,14 +182,14 @@ def store_usage(library: Library) -> StoreUsage:
     needs = {pin.name: _needs(library, pin) for pin in library.pins}
     shares: list[ReleaseUsage] = []
     for name, needed in needs.items():
-        own = (needed or set()) & sizes.keys()
+        present = (needed or set()) & sizes.keys()
         others = set[str]().union(*(other or set() for one, other in needs.items() if one != name))
-        alone = own - others
+        alone = present - others
         shares.append(
             ReleaseUsage(
                 release=name,
-                objects=None if needed is None else len(own),
-                bytes=None if needed is None else sum(sizes[digest] for digest in own),
+                objects=None if needed is None else len(present),
+                bytes=None if needed is None else sum(sizes[digest] for digest in present),
                 alone_bytes=None if needed is None else sum(sizes[digest] for digest in alone),
             )
         )
@@ -252,8 +252,8 @@ def _needs(library: Library, pin: Pin) -> set[str] | None:
     except (StoreError, SourceError) as error:
         kind = StoreError if isinstance(error, StoreError) else SourceError
         raise kind(f"{unknown}: {error}") from None
-    own = {pin.manifest_sha256, pin.index_sha256} - {None}
-    return {*manifest.digests.values(), *(digest for digest in own if digest is not None)}
+    listings = {pin.manifest_sha256, pin.index_sha256} - {None}
+    return {*manifest.digests.values(), *(digest for digest in listings if digest is not None)}
 
 
 def _remove_all(store: Store, digests: Sequence[str], others: _Others) -> list[str]:

@@ -78,8 +78,8 @@ class SourceList:
         """The configured sources, otherwise ``package`` and the pin's own, in order."""
         if self._configured is not None:
             return self._configured
-        own = () if pin is None else pin.sources
-        return (SourceSpec("package", "package"), *map(parse_source, own))
+        sources = () if pin is None else pin.sources
+        return (SourceSpec("package", "package"), *map(parse_source, sources))
 
     def has_network(self, pin: Pin) -> bool:
         """Return whether a source may be asked over the network."""

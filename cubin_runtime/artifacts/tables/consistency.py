@@ -31,8 +31,8 @@ def resolve_architecture(cubin: Cubin, declared: Architecture) -> Architecture:
     A binary without a suffix whose number is not the declared one keeps its unknown suffix, which runs
     nowhere.
     """
-    own = cubin.architecture
-    return declared if own.suffix is None and own.number == declared.number else own
+    actual = cubin.architecture
+    return declared if actual.suffix is None and actual.number == declared.number else actual
 
 
 def trtllm_disagreements(

@@ -140,8 +140,8 @@ def parse_header(data: bytes, origin: str = HEADER_PATH) -> KernelTable:
     if lacking:
         raise MetadataError(f"{origin}: struct {struct[1]} lacks the columns {', '.join(lacking)}")
     rows = _rows(text, struct.end(), struct[1], names, origin)
-    known = {column.name for column in COLUMNS} | {column.stand_in for column in missing} | IGNORED_COLUMNS
-    new = tuple(name for name in names if name not in known)
+    expected = {column.name for column in COLUMNS} | {column.stand_in for column in missing} | IGNORED_COLUMNS
+    new = tuple(name for name in names if name not in expected)
     return KernelTable(rows, new, sha256(data).hexdigest(), tuple(column.name for column in missing))
 
 

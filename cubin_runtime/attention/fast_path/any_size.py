@@ -39,18 +39,18 @@ def any_size_path(signature: Signature, arguments: Sequence[Any], result: Any, n
         return None
 
 
-def is_second(known: dict[Hashable, None], notes: Notes) -> bool:
-    """Return whether this is the second call that needed a new plan in its family, of those ``known``."""
+def is_second(families: dict[Hashable, None], notes: Notes) -> bool:
+    """Return whether this is the second call that needed a new plan in its family, of these ``families``."""
     launched = notes.single
     if launched is None or launched.family is None or launched.prepared.runs != 1:
         return False
     key = launched.family.key
-    if key in known:
-        known.pop(key, None)
+    if key in families:
+        families.pop(key, None)
         return True
-    known[key] = None
-    for oldest in list(known)[:-_MOST_FAMILIES]:
-        known.pop(oldest, None)
+    families[key] = None
+    for oldest in list(families)[:-_MOST_FAMILIES]:
+        families.pop(oldest, None)
     return False
 
 
@@ -118,8 +118,8 @@ class SizedPath:
 
     def _plan_of(self, sizes: tuple[int, ...]) -> Any:
         """The plan of calls of these sizes, made if there is none; None: the full path refuses them."""
-        known = self._plans.get(sizes)
-        plan = known() if known else None
+        reference = self._plans.get(sizes)
+        plan = reference() if reference else None
         if plan is not None:
             return plan
         try:
@@ -192,8 +192,8 @@ class _Builder(PathBuilder):
         self._check_made()
         table = self.table(result, self.sizes)
         numbers = {item.name: number for number, (_, item) in reversed(list(enumerate(self.tensors)))}
-        if self.made:
-            numbers.setdefault("out", self._number_of(self.notes.made[0].sources[0]))  # whose size it has
+        if self.new_tensors:
+            numbers.setdefault("out", self._number_of(self.notes.new_tensors[0].sources[0]))  # whose size it has
         bound = self.signature.bound
         return SizedPath(
             table,
@@ -213,10 +213,10 @@ class _Builder(PathBuilder):
 
     def _check_made(self) -> None:
         """Check that what is made has the size of what it is made from, for which both are contiguous."""
-        for note, item in zip(self.notes.made, self.made, strict=True):
-            if len(self.made) > 1 or len(note.sources) != 1 or "out" not in self.sizes:
+        for note, item in zip(self.notes.new_tensors, self.new_tensors, strict=True):
+            if len(self.new_tensors) > 1 or len(note.sources) != 1 or "out" not in self.sizes:
                 raise UnlikeError
-            (source,) = (known for _, known in self.tensors if known.tensor is note.sources[0])
+            (source,) = (entry for _, entry in self.tensors if entry.tensor is note.sources[0])
             for view in (item.view, source.view):
                 if view.strides != TensorView.contiguous(0, view.dtype, view.shape).strides:
                     raise UnlikeError

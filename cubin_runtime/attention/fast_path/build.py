@@ -73,7 +73,7 @@ class PathBuilder:
             self.add(name, value)
         if not self.tensors:
             raise UnlikeError
-        self.made = [_guarded(f"made {number}", item.tensor) for number, item in enumerate(notes.made)]
+        self.new_tensors = [_guarded(f"made {number}", item.tensor) for number, item in enumerate(notes.new_tensors)]
 
     def add(self, name: str, value: Any) -> None:
         """Add what must hold for an argument, or note that the launch varies with it."""
@@ -128,7 +128,7 @@ class PathBuilder:
             forms=KnownForms([item for _, item in self.tensors], sized),
             compared=compared,
             values=values,
-            makes=tuple(self._made_row(number) for number in range(len(self.made))),
+            makes=tuple(self._made_row(number) for number in range(len(self.new_tensors))),
             result=self._result(result),
         )
 
@@ -160,7 +160,7 @@ class PathBuilder:
     def _address(self, value: int) -> Address:
         """The tensor that an address was computed from, and the bytes between them."""
         if type(value) is ArgumentAddress and value.call == self.notes.call:
-            for number, item in enumerate([*(item for _, item in self.tensors), *self.made]):
+            for number, item in enumerate([*(item for _, item in self.tensors), *self.new_tensors]):
                 if id(item.tensor) == value.tensor:
                     self.used.add(number)
                     return Address(number, value - item.view.pointer)
@@ -212,7 +212,7 @@ class PathBuilder:
         return keyed_rows(rows, values, self.launched.prepared, memory)
 
     def _made_row(self, number: int) -> Made:
-        note, item = self.notes.made[number], self.made[number]
+        note, item = self.notes.new_tensors[number], self.new_tensors[number]
         counts = len(self.tensors) + number in self.used
         return Made(
             note.make, tuple(self._number_of(source) for source in note.sources), item.address_of if counts else None
@@ -233,7 +233,7 @@ class PathBuilder:
         return self._result_slot(result)
 
     def _result_slot(self, result: Any) -> int:
-        for number, item in enumerate(self.notes.made):
+        for number, item in enumerate(self.notes.new_tensors):
             if item.tensor is result:
                 return len(self.slots) + number
         for slot, value in enumerate(self.slots[: len(self.signature.parameters)]):

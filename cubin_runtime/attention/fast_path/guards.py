@@ -170,8 +170,8 @@ def _guard_of(
 ) -> Callable[..., bool]:
     from torch._C._dynamo.guards import TensorGuards
 
-    known: dict[str, Any] = {"dynamic_dims_sizes": sizes, "dynamic_dims_strides": strides}
-    check: Callable[..., bool] = TensorGuards(*tensors, **known).check
+    dynamic: dict[str, Any] = {"dynamic_dims_sizes": sizes, "dynamic_dims_strides": strides}
+    check: Callable[..., bool] = TensorGuards(*tensors, **dynamic).check
     module = accelerator()
     return _of_plain_alone(check) if module is None else module.guard(check)
 
@@ -195,18 +195,18 @@ def _guards_work() -> bool:
     torch = sys.modules["torch"]
     try:
         empty = torch.empty
-        known = empty(4, 8, dtype=torch.float16), empty(2, dtype=torch.int32)
-        check, of_any = _guard(known, (False, False)), _guard(known, (True, False))
+        examples = empty(4, 8, dtype=torch.float16), empty(2, dtype=torch.int32)
+        check, of_any = _guard(examples, (False, False)), _guard(examples, (True, False))
         shorter, viewed, turned = (empty(4, 8, dtype=torch.float16) for _ in range(3))
         shorter.data = shorter.data[:2]
         viewed.data = viewed.data.view(torch.bfloat16)
         turned.transpose_(0, 1)
         wide = empty(4, 16, dtype=torch.float16)[:, :8]
-        negated, parameter = torch._neg_view(known[0]), torch.nn.Parameter(known[0])
-        others = (shorter, viewed, turned, wide, negated, parameter, known[0].to("meta"), None, 1)
-        others_of_any = (*others[1:], known[0].view(1, 32), empty(4, 8, 1, dtype=torch.float16))
-        same = check(empty(4, 8, dtype=torch.float16), known[1]) and of_any(shorter, known[1])
-        differ = not any(check(other, known[1]) for other in others)
-        return bool(same) and differ and not any(of_any(other, known[1]) for other in others_of_any)
+        negated, parameter = torch._neg_view(examples[0]), torch.nn.Parameter(examples[0])
+        others = (shorter, viewed, turned, wide, negated, parameter, examples[0].to("meta"), None, 1)
+        others_of_any = (*others[1:], examples[0].view(1, 32), empty(4, 8, 1, dtype=torch.float16))
+        same = check(empty(4, 8, dtype=torch.float16), examples[1]) and of_any(shorter, examples[1])
+        differ = not any(check(other, examples[1]) for other in others)
+        return bool(same) and differ and not any(of_any(other, examples[1]) for other in others_of_any)
     except Exception:  # whatever a later torch does to names that are its own
         return False

@@ -101,7 +101,7 @@ class Notes:
     def __init__(self, call: int) -> None:
         self.call = call
         self.launched: list[Launched] = []
-        self.made: list[Made] = []
+        self.new_tensors: list[Made] = []
         self.compared: list[tuple[int, int]] = []
         self.repeatable = True
 
@@ -146,7 +146,7 @@ def note_bounds(low: int, high: int) -> None:
 def note_made(tensor: Any, make: Callable[..., Any], sources: Sequence[Any] = ()) -> Any:
     """Note a tensor that was made from arguments of the call or from nothing; the tensor."""
     if _active.notes is not None:
-        _active.notes.made.append(Made(tensor, make, tuple(sources)))
+        _active.notes.new_tensors.append(Made(tensor, make, tuple(sources)))
     return tensor
 
 

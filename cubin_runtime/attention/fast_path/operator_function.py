@@ -159,13 +159,13 @@ def operator_function(
     def decorate(full: FunctionT) -> FunctionT:
         binding = Binding.of(full)
         signature = Signature(binding.names, scales, bound, frozenset(memory), contents)
-        known = _Operator(full, binding, signature, op(full) if op else None, any_size=any_size, former=former)
-        number, is_method = known.number, known.is_method
+        dispatcher = _Operator(full, binding, signature, op(full) if op else None, any_size=any_size, former=former)
+        number, is_method = dispatcher.number, dispatcher.is_method
 
         @wraps(full)
         def operator(*arguments: Any, **options: Any) -> Any:
-            if known.op is not None and _state.compiling():
-                return known.op.call(known.bound(arguments, options))
+            if dispatcher.op is not None and _state.compiling():
+                return dispatcher.op.call(dispatcher.bound(arguments, options))
             if is_method:
                 holder = arguments[0]
             else:
@@ -179,11 +179,11 @@ def operator_function(
                     result = holder.fast_paths[number].send(*arguments, **options)
                 if result is not MISS:
                     return result
-            return known.call(arguments, options)
+            return dispatcher.call(arguments, options)
 
-        known.function = operator
-        if known.op is not None:
-            _undefined.append((known.op, operator))
+        dispatcher.function = operator
+        if dispatcher.op is not None:
+            _undefined.append((dispatcher.op, operator))
             _state.compiling = _compiling  # which defines it
         return operator  # type: ignore[return-value]
 
@@ -260,9 +260,9 @@ class _Operator:
         add_path(self._paths(holder.fast_paths), path, _MOST)
         whole = _whole(holder) if self.is_method else None
         if whole is not None:
-            own = new_paths(self._binding.without_instance(), partial(self.function, _twin(whole)))
-            own.entries = (path,)
-            _give_method(whole, self._full.__name__, own.send)
+            paths = new_paths(self._binding.without_instance(), partial(self.function, _twin(whole)))
+            paths.entries = (path,)
+            _give_method(whole, self._full.__name__, paths.send)
 
     def _paths(self, of_operators: FastPaths) -> Paths:
         paths: Paths = of_operators.setdefault(self.number, new_paths(self._binding))

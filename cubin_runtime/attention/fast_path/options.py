@@ -47,7 +47,9 @@ def note_use(arguments: Mapping[str, Any], notes: Notes) -> None:
     stream, launched = arguments.get("stream"), notes.launched[0] if notes.launched else None
     if stream is None or launched is None or launched.memory is None:
         return
-    tensors = [value for value in (*arguments.values(), *(item.tensor for item in notes.made)) if is_plain(value)]
+    tensors = [
+        value for value in (*arguments.values(), *(item.tensor for item in notes.new_tensors)) if is_plain(value)
+    ]
     if tensors and stream_handle(stream) != launched.memory.stream_query()(launched.device):
         record_use(stream_handle(stream), launched.device, tensors)
 

@@ -63,8 +63,8 @@ class PlaceFinder:
         self.stream_slot, self.workspace_slot = stream, workspace
         self._memory = launched.memory
         self.query = None if self._memory is None or of_views else self._memory.stream_query()
-        own = self.scratch if workspace is None else None
-        self.place_of = None if own is None else _finder(own, launched.context)
+        scratch = self.scratch if workspace is None else None
+        self.place_of = None if scratch is None else _finder(scratch, launched.context)
 
     def current(self, first: Any) -> int:
         """The stream of a call that names none."""
@@ -254,7 +254,7 @@ class Path:
         self._form, self._place, self._senders = Form(table), place, senders_of(prepared, written)
         self._values = table.values
         self._keyed = [number for number, row in enumerate(table.tensors) if row.keyed]
-        self._written = [value_reader([table.values[number] for number in own]) for own in self._senders.written]
+        self._written = [value_reader([table.values[number] for number in places]) for places in self._senders.written]
         self._by_place = isinstance(place, PlaceFinder)
         self.walk = accelerated_walk(table, arguments, place, (prepared, self._senders))
 
@@ -335,7 +335,7 @@ def accelerated_walk(
         data_ptr=sys.modules["torch"].Tensor.data_ptr if table.tensors else None,
         tensors=tuple((row.slot, row.address_of is not None, row.keyed, row.mask, row.rest) for row in table.tensors),
         senders={} if senders is None else senders.by_key,
-        writes=tuple(tuple(_write(table.values[number]) for number in own) for own in writes),
+        writes=tuple(tuple(_write(table.values[number]) for number in places) for places in writes),
         failed=None if prepared is None else prepared.failed,
         by_size=None if by_size is None else (by_size[0], tuple(by_size[1]), sys.modules["torch"].Tensor.size),
         result=table.result,
@@ -357,8 +357,8 @@ def _is_simple(table: CallTable, place: PlaceFinder | BoundPlace) -> bool:
 
 def _test(test: ArgumentTest) -> tuple[Any, ...]:
     if test.kind == Kind.WORKSPACE:
-        return test.kind, test.slot, (test.known, test.low), 0, 0
-    return test.kind, test.slot, test.known, test.low, test.high
+        return test.kind, test.slot, (test.expected, test.low), 0, 0
+    return test.kind, test.slot, test.expected, test.low, test.high
 
 
 def _made(row: Made) -> tuple[Any, ...]:

@@ -24,10 +24,12 @@ class Binding:
     @classmethod
     def of(cls, operator: Callable[..., Any]) -> Binding:
         """Of a function's parameters."""
-        own = list(inspect.signature(operator).parameters.values())
-        defaults = {parameter.name: parameter.default for parameter in own if parameter.default is not parameter.empty}
-        by_position = sum(parameter.kind is not parameter.KEYWORD_ONLY for parameter in own)
-        return cls([parameter.name for parameter in own], defaults, by_position)
+        parameters = list(inspect.signature(operator).parameters.values())
+        defaults = {
+            parameter.name: parameter.default for parameter in parameters if parameter.default is not parameter.empty
+        }
+        by_position = sum(parameter.kind is not parameter.KEYWORD_ONLY for parameter in parameters)
+        return cls([parameter.name for parameter in parameters], defaults, by_position)
 
     def without_instance(self) -> Binding:
         """The same for calls of a method of an instance."""

@@ -21,13 +21,13 @@ from .guards import KnownForms
 class Kind(IntEnum):
     """A condition on an argument."""
 
-    IDENTICAL = 0  # it is `known`
-    EQUAL = 1  # of the type of `known`, and equal to it
-    OF_TYPE = 2  # of the type `known`
+    IDENTICAL = 0  # it is `expected`
+    EQUAL = 1  # of the type of `expected`, and equal to it
+    OF_TYPE = 2  # of the type `expected`
     INTEGER = 3  # an int from `low` to `high`
     SCALE = 4  # a float other than 0 that float32 can hold
-    SEQUENCE = 5  # of the type `known`, with `low` elements, which become slots
-    WORKSPACE = 6  # of the type `known`, in the context `low`; None: in any
+    SEQUENCE = 5  # of the type `expected`, with `low` elements, which become slots
+    WORKSPACE = 6  # of the type `expected`, in the context `low`; None: in any
 
 
 class ArgumentTest(NamedTuple):
@@ -35,7 +35,7 @@ class ArgumentTest(NamedTuple):
 
     kind: Kind
     slot: int
-    known: Any = None
+    expected: Any = None
     low: Any = 0
     high: Any = 0
 
@@ -44,10 +44,10 @@ class ArgumentTest(NamedTuple):
         return _HOLDS[self.kind](self, slots[self.slot], slots)
 
 
-def _is_equal(known: Any, value: Any) -> bool:
-    if type(value) is not type(known) or value != known:
+def _is_equal(expected: Any, value: Any) -> bool:
+    if type(value) is not type(expected) or value != expected:
         return False
-    return type(known) is not float or copysign(1.0, value) == copysign(1.0, known)
+    return type(expected) is not float or copysign(1.0, value) == copysign(1.0, expected)
 
 
 def _is_scale(value: Any) -> bool:
@@ -55,20 +55,20 @@ def _is_scale(value: Any) -> bool:
 
 
 def _unpacks(test: ArgumentTest, value: Any, slots: list[Any]) -> bool:
-    if type(value) is not test.known or len(value) != test.low:
+    if type(value) is not test.expected or len(value) != test.low:
         return False
     slots.extend(value)
     return True
 
 
 _HOLDS: tuple[Callable[[ArgumentTest, Any, list[Any]], bool], ...] = (
-    lambda test, value, _: value is test.known,
-    lambda test, value, _: value is test.known or _is_equal(test.known, value),
-    lambda test, value, _: type(value) is test.known,
+    lambda test, value, _: value is test.expected,
+    lambda test, value, _: value is test.expected or _is_equal(test.expected, value),
+    lambda test, value, _: type(value) is test.expected,
     lambda test, value, _: type(value) is int and test.low <= value <= test.high,
     lambda _, value, __: _is_scale(value),
     _unpacks,
-    lambda test, value, _: type(value) is test.known and test.low in (None, value.context),
+    lambda test, value, _: type(value) is test.expected and test.low in (None, value.context),
 )
 
 
@@ -77,22 +77,22 @@ def all_hold(tests: Sequence[ArgumentTest]) -> Callable[[list[Any]], bool]:
 
     Options that are as they were are most of them: those are compared at once, by type, then by value.
     """
-    at_once = [test.kind <= Kind.EQUAL and repr(test.known) not in ("0.0", "-0.0") for test in tests]
+    at_once = [test.kind <= Kind.EQUAL and repr(test.expected) not in ("0.0", "-0.0") for test in tests]
     fixed = [test for test, is_fixed in zip(tests, at_once, strict=True) if is_fixed]
     rest = [test for test, is_fixed in zip(tests, at_once, strict=True) if not is_fixed]
-    slots, known = [test.slot for test in fixed], tuple(test.known for test in fixed)
-    types = tuple(map(type, known))
+    slots, expected = [test.slot for test in fixed], tuple(test.expected for test in fixed)
+    types = tuple(map(type, expected))
     # Of one slot, an itemgetter gives no tuple.
     read: Callable[[list[Any]], Any] = (
-        itemgetter(*slots) if len(slots) > 1 else lambda own: tuple(own[s] for s in slots)
+        itemgetter(*slots) if len(slots) > 1 else lambda arguments: tuple(arguments[s] for s in slots)
     )
 
-    def hold(own: list[Any]) -> bool:
+    def hold(arguments: list[Any]) -> bool:
         for test in rest:
-            if not test.holds(own):
+            if not test.holds(arguments):
                 return False
-        values = read(own)
-        return tuple(map(type, values)) == types and values == known
+        values = read(arguments)
+        return tuple(map(type, values)) == types and values == expected
 
     return hold
 

@@ -161,10 +161,10 @@ def _check_whose(call: Call) -> None:
     table, bounds = tensors["page_table"], tensors.get("page_indptr")
     if (lengths is None) == (positions is None):
         raise UsageError(
-            f"{_given(lengths)} with positions {_given(positions)}, expected one of them", argument="seq_lens"
+            f"{_presence(lengths)} with positions {_presence(positions)}, expected one of them", argument="seq_lens"
         )
     if (positions is None) != (requests is None):
-        raise UsageError(f"{_given(requests)}, expected exactly when positions is given", argument="batch_indices")
+        raise UsageError(f"{_presence(requests)}, expected exactly when positions is given", argument="batch_indices")
     if positions is not None and offsets is not None:
         raise UsageError("given with positions, expected only with seq_lens", argument="q_cu_seq_lens")
     ragged = positions is not None or offsets is not None
@@ -190,7 +190,7 @@ def _check_whose(call: Call) -> None:
         raise UsageError(f"shape {table.shape}, expected [{batch}, columns]", argument="page_table")
 
 
-def _given(view: TensorView | None) -> str:
+def _presence(view: TensorView | None) -> str:
     return "None" if view is None else "given"
 
 
@@ -211,9 +211,11 @@ def _units(cache: TensorView) -> int:
 
 
 def _strides(source: TensorView, name: str, cache: TensorView) -> AppendStrides:
-    own, its = ITEM_BYTES[source.dtype], ITEM_BYTES[cache.dtype]
-    page, token, head = (stride * its for stride in cache.strides[:3])
-    return AppendStrides(token_stride(name, source, 2) * own, source.strides[-2] * own, page, token, head)
+    source_bytes, cache_bytes = ITEM_BYTES[source.dtype], ITEM_BYTES[cache.dtype]
+    page, token, head = (stride * cache_bytes for stride in cache.strides[:3])
+    return AppendStrides(
+        token_stride(name, source, 2) * source_bytes, source.strides[-2] * source_bytes, page, token, head
+    )
 
 
 def _launches(call: Call, device: DeviceFacts, release: NativeRelease) -> Sequence[NativeLaunch[AppendSelection]]:

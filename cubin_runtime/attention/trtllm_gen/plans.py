@@ -67,9 +67,9 @@ class AttentionPlan:
 
     def launch_plans(self) -> tuple[LaunchPlan, ...]:
         """The launches as values: the main one, then reduction and LSE if there are any; with planning's addresses."""
-        main, own = self.decision.launch_plan(self._release.pin.path), self._runtime.native_release
+        main, native_release = self.decision.launch_plan(self._release.pin.path), self._runtime.native_release
         followers = zip(self.decision.following, self._followers, strict=True)
-        return (main, *(launch.launch_plan(kernel, own().file_of(kernel)) for launch, kernel in followers))
+        return (main, *(launch.launch_plan(kernel, native_release().file_of(kernel)) for launch, kernel in followers))
 
     def run(self, call: Call, workspace: tuple[int, int], counters: int, stream: int) -> Launched:
         """Launch for ``call``, whose tensors must have the plan's shapes, strides and dtypes; what was launched.

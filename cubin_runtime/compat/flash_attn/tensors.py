@@ -12,8 +12,8 @@ from ...errors import UsageError
 from ...tensor import view_of
 from ..shapes import is_torch, shape_of
 
-_MOST_MADE = 64
-_made: dict[tuple[Any, ...], tuple[Any, Any]] = {}
+_MOST_CACHED = 64
+_cache: dict[tuple[Any, ...], tuple[Any, Any]] = {}
 
 
 def permuted(tensor: Any, order: Sequence[int]) -> Any:
@@ -141,13 +141,13 @@ def _constants(like: Any, batch: int, length: int) -> tuple[Any, Any]:
             return _make(batch, length, device)
         stream = default_runtime().memory.current_stream(like)
     key = (batch, length, device, stream)
-    kept = _made.get(key)
-    if kept is None:
-        if len(_made) >= _MOST_MADE:
-            _made.clear()
+    constants = _cache.get(key)
+    if constants is None:
+        if len(_cache) >= _MOST_CACHED:
+            _cache.clear()
         with torch.inference_mode(False):
-            kept = _made[key] = _make(batch, length, device)
-    return kept
+            constants = _cache[key] = _make(batch, length, device)
+    return constants
 
 
 def _make(batch: int, length: int, device: Any) -> tuple[Any, Any]:

@@ -42,10 +42,10 @@ def check_none_empty(name: str, lengths: Any) -> None:
     if lengths is None:
         return
     try:
-        known = [int(length) for length in lengths]
+        numbers = [int(length) for length in lengths]
     except Exception:  # whatever an object of another library raises
         raise UsageError(f"got {shown(lengths)}, expected the lengths of all requests", argument=name) from None
-    for request, length in enumerate(known):
+    for request, length in enumerate(numbers):
         if length < 1:
             raise UsageError(
                 f"request {request} has {length} tokens, expected at least 1 with ragged keys", argument=name

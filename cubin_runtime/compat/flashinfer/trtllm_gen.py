@@ -37,7 +37,7 @@ def run_call(
     """
     rt, device, out = arguments.runtime, q.device, output.view
     # A tensor that was made for the scale must live until the launch is enqueued.
-    bmm1, _made = scores_scale(arguments, device)
+    bmm1, _scale_memory = scores_scale(arguments, device)
     bmm2 = scale_from("bmm2_scale", arguments.bmm2_scale, device)
     lse = lse_of(arguments, (q.shape[0], q.shape[1]), natural=natural_lse)
     lse_view = tensor_or_none(lse, "lse", device, written=True)

@@ -55,11 +55,11 @@ def compare(name: str, tensor: RecordedTensor, reference: Reference) -> Comparis
 def _of_output(name: str, values: NDArray[Any], dtype: str, reference: Reference) -> Comparison:
     import numpy as np
 
-    own = ROUNDING[dtype]
-    want = np.clip(reference.out, -own.largest, own.largest)
+    rounding = ROUNDING[dtype]
+    want = np.clip(reference.out, -rounding.largest, rounding.largest)
     got = values[: len(want)].astype(np.float64)
-    bound = ROUNDING[reference.probabilities].probabilities + own.output + reference.of_scores * math.log(2)
-    floor = own.step * math.sqrt(want.shape[-1])
+    bound = ROUNDING[reference.probabilities].probabilities + rounding.output + reference.of_scores * math.log(2)
+    floor = rounding.step * math.sqrt(want.shape[-1])
     errors, norms = np.linalg.norm(got - want, axis=-1), np.linalg.norm(want, axis=-1)
     wrong = ~(errors <= ROW_FACTOR * bound * norms + floor)
     total, size = float(np.linalg.norm(errors)), float(np.linalg.norm(norms))

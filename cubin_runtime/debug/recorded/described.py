@@ -71,8 +71,8 @@ def _native_form(run: Run) -> CallForm:
             resident.add(arg.name)
         elif arg.written:
             outputs.add(arg.name)
-    own = plan.operator.options_of_run(plan.options, run.numbers)
-    option_values = {member.name: getattr(own, member.name) for member in fields(own)}
+    run_options = plan.operator.options_of_run(plan.options, run.numbers)
+    option_values = {member.name: getattr(run_options, member.name) for member in fields(run_options)}
     options = {name: value for name, value in option_values.items() if value is None or isinstance(value, _SCALARS)}
     if "max_seq_len" in options:
         options["planned_max_seq_len"] = plan.options.max_seq_len

@@ -95,7 +95,7 @@ class _Inputs:
 
     def kv_scales(self) -> dict[str, Any]:
         """The scales of keys and values that are tensors."""
-        return {name: own for name in KV_SCALES if (own := self.optional(name)) is not None}
+        return {name: scale for name in KV_SCALES if (scale := self.optional(name)) is not None}
 
     def starts(self) -> NDArray[Any] | None:
         """Return where each request's query tokens begin; None: all have the same number.

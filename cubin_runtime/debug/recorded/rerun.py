@@ -34,8 +34,8 @@ def run_again(call: RecordedCall, runtime: Runtime, device: int) -> dict[str, Re
         DeviceError: as the operator, and where the memory does not suffice.
     """
     if not reruns(call.operator):
-        known = ", ".join((*_OPERATORS, *_trtllm_gen_kinds()))
-        raise UsageError(f"operator {call.operator!r}: expected one of {known}")
+        operators = ", ".join((*_OPERATORS, *_trtllm_gen_kinds()))
+        raise UsageError(f"operator {call.operator!r}: expected one of {operators}")
     run = _OPERATORS.get(call.operator, _run_trtllm_gen)
     driver = runtime.driver
     with driver.using(driver.context_on(device)), _memory(call, driver, device) as views:

@@ -38,13 +38,13 @@ def append(  # type: ignore[no-untyped-def]
     for token, position, request in at:
         if position < 0 or request < 0:
             continue
-        own = page_table[request] if rows is None else page_table[rows[request] : rows[request + 1]]
+        table = page_table[request] if rows is None else page_table[rows[request] : rows[request + 1]]
         column, slot = divmod(position, page_size)
-        if column >= len(own) or not 0 <= int(own[column]) < pages:
+        if column >= len(table) or not 0 <= int(table[column]) < pages:
             continue
         for cache, source, scale in ((new_k, k, scales[0]), (new_v, v, scales[1])):
             row = source[token]
             if row.dtype != cache.dtype:
                 row = (row.float() * (1 / scale[request, :, None].to(row.device))).clamp(-448, 448)
-            cache[int(own[column]), slot] = row.to(cache.dtype)
+            cache[int(table[column]), slot] = row.to(cache.dtype)
     return new_k, new_v

@@ -78,12 +78,12 @@ def context(  # type: ignore[no-untyped-def]  # noqa: C901, PLR0912, PLR0915
             if logit_soft_cap:
                 scores = logit_soft_cap * torch.tanh(scores / logit_soft_cap)
             scores = scores.masked_fill(~seen, -math.inf)
-            own = total = torch.logsumexp(scores, dim=1)
+            scores_lse = total = torch.logsumexp(scores, dim=1)
             if sinks is not None:
-                total = torch.logaddexp(own, sinks.reshape(heads)[head].double())
+                total = torch.logaddexp(scores_lse, sinks.reshape(heads)[head].double())
             weights = torch.where(total[:, None].isneginf(), 0.0, torch.exp(scores - total[:, None]))
             out[begin:end, head] = weights @ values[:, of].double() * (output_scale * of_values[b, of])
-            lse[begin:end, head] = total if lse_sink else own
+            lse[begin:end, head] = total if lse_sink else scores_lse
     if lse_base == "2":
         lse = lse / math.log(2)
     if out_dtype == torch.float8_e4m3fn:

@@ -51,12 +51,12 @@ def decode(  # type: ignore[no-untyped-def]  # noqa: PLR0915
     for b, length in enumerate(seq_lens.tolist()):
         begin, rows = begins[b], begins[b + 1] - begins[b]
         every = length if global_seq_lens is None else int(global_seq_lens[b])
-        own = [key for key in range(every) if key // cp_interleave % cp_world == cp_rank][:length]
+        rank_keys = [key for key in range(every) if key // cp_interleave % cp_world == cp_rank][:length]
         prefix = every - rows  # keys in front of the query tokens; below 0, that many tokens have no key
         pages = page_table[b, ..., : -(-length // page_size)].long()
         k_pages, v_pages = (pages, pages) if pages.dim() == 1 else pages
-        keys = k_cache[k_pages].reshape(-1, kv_heads, head_dim)[: len(own)].double() * of_keys[b, None, :, None]
-        values = v_cache[v_pages].reshape(-1, kv_heads, value_dim)[: len(own)].double()
+        keys = k_cache[k_pages].reshape(-1, kv_heads, head_dim)[: len(rank_keys)].double() * of_keys[b, None, :, None]
+        values = v_cache[v_pages].reshape(-1, kv_heads, value_dim)[: len(rank_keys)].double()
         values = values * of_values[b, None, :, None]
         keys = keys.repeat_interleave(heads // kv_heads, dim=1)
         values = values.repeat_interleave(heads // kv_heads, dim=1)
@@ -71,7 +71,7 @@ def decode(  # type: ignore[no-untyped-def]  # noqa: PLR0915
             seen += bits[max(-prefix, 0) :]
             position = prefix + (row if by_index else sum(bits) - 1)
             earliest = position - window_left if window_left >= 0 else 0
-            visible = [row >= -prefix and seen[key] and key >= earliest for key in own]
+            visible = [row >= -prefix and seen[key] and key >= earliest for key in rank_keys]
             visible = torch.tensor(visible, dtype=torch.bool, device=q.device)
             scores = torch.einsum("hd,khd->hk", queries[begin + row], keys[visible]) * softmax_scale
             if logits is not None:

@@ -35,7 +35,7 @@ class Recorder(Observer):
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self._lock = threading.RLock()
-        self._known: dict[Path, set[str]] = {}
+        self._numbers: dict[Path, set[str]] = {}
         self._untraced: Counter[str] = Counter()
 
     @property
@@ -81,18 +81,18 @@ class Recorder(Observer):
         described = self.folder / "definitions" / call.op_type / f"{name}.json"
         lines = self.folder / "workloads" / call.op_type / f"{name}.jsonl"
         with self._lock:
-            known = self._known.get(lines)
-            if known is None:
-                known = self._known[lines] = _numbers_in(lines)
+            numbers = self._numbers.get(lines)
+            if numbers is None:
+                numbers = self._numbers[lines] = _numbers_in(lines)
                 described.parent.mkdir(parents=True, exist_ok=True)
                 if not described.exists():
                     described.write_text(json.dumps(definition, indent=2) + "\n")
-            if number in known:
+            if number in numbers:
                 return
             lines.parent.mkdir(parents=True, exist_ok=True)
             with lines.open("a") as file:
                 file.write(json.dumps(line) + "\n")
-            known.add(number)
+            numbers.add(number)
 
 
 def record(call: TracedCall | str) -> None:

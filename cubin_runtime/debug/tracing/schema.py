@@ -99,9 +99,9 @@ class TracedCall:
         constant, variable = dict(self.constants or {}), dict[str, int]()
         for tensor in (part for part in (*self.inputs, *self.outputs) if isinstance(part, Tensor)):
             for axis, size in zip(tensor.axes, tensor.view.shape, strict=True):
-                known, name = (constant, axis.name) if isinstance(axis, Constant) else (variable, axis)
-                if known.setdefault(name, size) != size:
-                    raise UsageError(f"{tensor.name}: {size} for axis {name}, which is {known[name]} elsewhere")
+                axes, name = (constant, axis.name) if isinstance(axis, Constant) else (variable, axis)
+                if axes.setdefault(name, size) != size:
+                    raise UsageError(f"{tensor.name}: {size} for axis {name}, which is {axes[name]} elsewhere")
         return constant, variable
 
 

@@ -19,8 +19,8 @@ def traced_trtllm_gen(call: Call) -> TracedCall | str:
     reason = _without_form(call)
     if reason or not isinstance(call, PagedCall | RaggedCall):
         return f"trtllm-gen {kind}: {reason}"
-    own, arguments = _keys(call)
-    shares = "value" not in {part.name for part in own}
+    keys, arguments = _keys(call)
+    shares = "value" not in {part.name for part in keys}
     numbers, scales = _scales(call)
     optional: list[tuple[str, TensorView | None, tuple[Axis, ...]]] = [
         ("cum_seq_lens_q", call.cum_seq_lens_q, ("batch_plus_1",)),
@@ -28,7 +28,7 @@ def traced_trtllm_gen(call: Call) -> TracedCall | str:
     ]
     inputs: list[Tensor | Scalar] = [
         Tensor("query", call.query, ("tokens", *_HEADS)),
-        *own,
+        *keys,
         Tensor("seq_lens", call.seq_lens, ("batch",), "keys of each request"),
         *(Tensor(name, view, axes) for name, view, axes in optional if view is not None),
         *numbers,

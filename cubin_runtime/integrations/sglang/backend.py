@@ -30,13 +30,13 @@ class CubinRuntimeAttnBackend(PagedAttnBackend):
                 f"token_to_kv_pool: a {type(pool).__name__} with layout {layout!r}, expected a MHATokenToKVPool with "
                 "'nhd' (models with windows: --disable-hybrid-swa-memory)"
             )
-        own = model_runner.dtype
-        if own not in (torch.bfloat16, torch.float16) or pool.dtype not in (own, torch.float8_e4m3fn):
+        dtype = model_runner.dtype
+        if dtype not in (torch.bfloat16, torch.float16) or pool.dtype not in (dtype, torch.float8_e4m3fn):
             raise UsageError(
                 f"kv_cache_dtype: {pool.dtype}, expected the model's, bfloat16 or float16, or float8_e4m3fn"
             )
         super().__init__(model_runner, BLOCK_SIZES)
-        self._pool, self._dtype = pool, own
+        self._pool, self._dtype = pool, dtype
         self._scratch: SharedScratch | None = None
         self._get_ready(getattr(model_runner, "model", None))
 
@@ -62,8 +62,8 @@ class CubinRuntimeAttnBackend(PagedAttnBackend):
     def _options(self, layer: Any, sinks: Any) -> LayerOptions:
         soft_cap = float(layer.logit_cap or 0.0)
         window = layer.sliding_window_size
-        own = (layer.scaling, window, soft_cap, sinks, self._batch_invariant, self._scratch)
-        return LayerOptions(*own, *self._scales(layer))
+        options = (layer.scaling, window, soft_cap, sinks, self._batch_invariant, self._scratch)
+        return LayerOptions(*options, *self._scales(layer))
 
     def _scales(self, layer: Any) -> tuple[Any, Any]:
         """The scales by which keys and values are divided when written, and multiplied when read; None: 1."""

@@ -89,11 +89,11 @@ class Costs:
             raise UsageError(f"costs of {self.gpu}: none for a KV item of {item_bytes} bytes")
         near = max((k.head_dim for k in of_item if k.head_dim <= head_dim), default=min(k.head_dim for k in of_item))
         of_head = [k for k in of_item if k.head_dim == near]
-        known = [k for k in of_head if k.resident == resident] or of_head
-        start = _between(sorted((k.rows, k.start_us) for k in known), rows)
-        tile = _between(sorted((k.rows, k.tile_us) for k in known), rows)
-        output_tile = _between(sorted((k.rows, k.output_tile_us) for k in known), rows)
-        return start, tile * head_dim / near * max(1.0, rows / max(k.rows for k in known)), output_tile
+        matching = [k for k in of_head if k.resident == resident] or of_head
+        start = _between(sorted((k.rows, k.start_us) for k in matching), rows)
+        tile = _between(sorted((k.rows, k.tile_us) for k in matching), rows)
+        output_tile = _between(sorted((k.rows, k.output_tile_us) for k in matching), rows)
+        return start, tile * head_dim / near * max(1.0, rows / max(k.rows for k in matching)), output_tile
 
 
 class Estimate(NamedTuple):
@@ -156,8 +156,10 @@ def costs_of(device_name: str) -> Costs:
 def stated(costs: Costs) -> dict[str, float]:
     """Every constant by name, for people and for JSON; a kernel's are ``tile_us_16bit_d128_rows8_ctas2`` and so on."""
     plain = {f.name: getattr(costs, f.name) for f in fields(costs) if f.name not in _NO_CONSTANTS}
-    own = {_name(kernel, constant): getattr(kernel, constant) for kernel in costs.kernels for constant in _OF_KERNELS}
-    return plain | own
+    of_kernels = {
+        _name(kernel, constant): getattr(kernel, constant) for kernel in costs.kernels for constant in _OF_KERNELS
+    }
+    return plain | of_kernels
 
 
 def restated(costs: Costs, constants: Mapping[str, float]) -> Costs:
@@ -166,12 +168,12 @@ def restated(costs: Costs, constants: Mapping[str, float]) -> Costs:
     Raises:
         UsageError: a name is unknown, or a value is not above 0, or a count is not whole.
     """
-    known = stated(costs)
+    defaults = stated(costs)
     for name, value in constants.items():
-        if name not in known:
-            raise UsageError(f"constant {name!r}: expected one of {', '.join(known)}")
-        if not value > 0 or (isinstance(known[name], int) and not isinstance(value, int)):
-            raise UsageError(f"{name}={value}: expected {type(known[name]).__name__} above 0")
+        if name not in defaults:
+            raise UsageError(f"constant {name!r}: expected one of {', '.join(defaults)}")
+        if not value > 0 or (isinstance(defaults[name], int) and not isinstance(value, int)):
+            raise UsageError(f"{name}={value}: expected {type(defaults[name]).__name__} above 0")
     kernels = HashedOnce(
         kernel._replace(**{c: constants.get(_name(kernel, c), getattr(kernel, c)) for c in _OF_KERNELS})
         for kernel in costs.kernels
@@ -283,8 +285,8 @@ def _name(kernel: KernelCost, constant: str) -> str:
     return name + ("_segments" if kernel.segments else "")
 
 
-def _between(known: list[tuple[int, float]], at: int) -> float:
-    for (low, low_us), (high, high_us) in pairwise(known):
+def _between(points: list[tuple[int, float]], at: int) -> float:
+    for (low, low_us), (high, high_us) in pairwise(points):
         if low <= at <= high:
             return low_us + (high_us - low_us) * (at - low) / (high - low)
-    return known[0][1] if at < known[0][0] else known[-1][1]
+    return points[0][1] if at < points[0][0] else points[-1][1]

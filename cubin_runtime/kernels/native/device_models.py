@@ -45,7 +45,7 @@ def device_named(name: str) -> DeviceFacts:
         UsageError: no such device is described; the message lists those that are.
     """
     lower = name.lower().removeprefix("nvidia ").strip()
-    gpu = next((known for known in _NAMED if known.lower() == lower), None)
+    gpu = next((name_of_gpu for name_of_gpu in _NAMED if name_of_gpu.lower() == lower), None)
     if gpu is None:
         raise UsageError(f"device_facts={name!r}: expected DeviceFacts or one of {', '.join(sorted(_NAMED))}")
     return describe_device(_NAMED[gpu], name=f"NVIDIA {gpu}")

@@ -19,7 +19,7 @@ class KernelFinder:
 
     def __init__(self, index: MetadataIndex) -> None:
         self.index = index
-        self._known: dict[tuple[object, ...], KernelMeta | None] = {}
+        self._kernels: dict[tuple[object, ...], KernelMeta | None] = {}
 
     def for_problem(self, problem: Problem) -> KernelSet:
         """The kernels with the problem's GPU model, dtypes and SageAttention blocks; none for unknown models."""
@@ -28,12 +28,12 @@ class KernelFinder:
 
     def find(self, traits: tuple[object, ...]) -> KernelMeta | None:
         """The row with exactly these traits (``metadata_columns.SELECTION_FIELDS``), or None."""
-        kernel = self._known.get(traits, _UNKNOWN)
+        kernel = self._kernels.get(traits, _UNKNOWN)
         if isinstance(kernel, KernelMeta) or kernel is None:
             return kernel
         row = self.index.find_by_traits(traits)
-        if row is not None or len(self._known) < MOST_REMEMBERED:  # rows are bounded by the release, misses are not
-            self._known[traits] = row
+        if row is not None or len(self._kernels) < MOST_REMEMBERED:  # rows are bounded by the release, misses are not
+            self._kernels[traits] = row
         return row
 
 
