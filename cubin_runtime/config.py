@@ -13,7 +13,6 @@ from typing import TypeVar
 from .errors import UsageError
 from .values import dataclass
 
-DEFAULT_SOURCES = ("package",)
 PINS_NAME = "pins.toml"
 _Number = TypeVar("_Number", int, float)
 _TRUE = {"1", "true", "yes", "on"}

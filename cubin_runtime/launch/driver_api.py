@@ -13,7 +13,6 @@ _UINT = ctypes.c_uint
 _SIZE = ctypes.c_size_t
 _U64 = ctypes.c_uint64
 _TEXT = ctypes.c_char_p
-_FLOAT = ctypes.c_float
 # Handles (CUcontext, CUstream, ...), output pointers and arrays all travel as addresses.
 _ADDRESS = ctypes.c_void_p
 
@@ -119,7 +118,6 @@ EVENT_DISABLE_TIMING = 2
 USER_OBJECT_NO_DESTRUCTOR_SYNC = 1
 GRAPH_USER_OBJECT_MOVE = 1
 # CUresult values that code decides on
-SUCCESS = 0
 INVALID_VALUE = 1
 INVALID_CONTEXT = 201
 INVALID_HANDLE = 400
