@@ -216,8 +216,8 @@ def _longest(runtime: Runtime, q: Any, q_cu_seq_lens: Any, stream: int, most: in
     except UsageError as error:
         raise UsageError(f"None, expected the bound ({error})", argument="max_q_len") from error
     if not bounds or bounds[0] != 0 or bounds[-1] != tokens:
-        came = f"from {bounds[0]} to {bounds[-1]}" if bounds else "empty"
-        raise UsageError(f"{came}, expected from 0 to q's {tokens} tokens", argument="q_cu_seq_lens")
+        ends = f"from {bounds[0]} to {bounds[-1]}" if bounds else "empty"
+        raise UsageError(f"{ends}, expected from 0 to q's {tokens} tokens", argument="q_cu_seq_lens")
     for before, after in pairwise(bounds):
         if after < before:
             raise UsageError(f"{before} is followed by {after}, expected none to decrease", argument="q_cu_seq_lens")

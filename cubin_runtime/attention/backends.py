@@ -121,11 +121,11 @@ def find_backend(operator: str, backend: str, device: DeviceFacts) -> str:
         backend = NATIVE
     if backend != AUTO and backend not in backends:
         raise UsageError(f"backend={backend!r}: expected {AUTO} or one of {', '.join(backends)}")
-    asked = backends if backend == AUTO else {backend: backends[backend]}
-    for name, support in asked.items():
+    candidates = backends if backend == AUTO else {backend: backends[backend]}
+    for name, support in candidates.items():
         if device.capability in support.automatic:
             return name
-    for name, support in asked.items():
+    for name, support in candidates.items():
         if device.capability in support.built:
             if backend == AUTO and device.capability not in support.followed:
                 raise BackendError(
@@ -133,7 +133,7 @@ def find_backend(operator: str, backend: str, device: DeviceFacts) -> str:
                     f"backend {name!r} has kernels for it that have never been run"
                 )
             return name
-    everywhere = "; ".join(f"{name}: {support}" for name, support in asked.items())
+    everywhere = "; ".join(f"{name}: {support}" for name, support in candidates.items())
     where = f"{operator} on {_words(device)}"
     raise BackendError(f"{where}: no backend supports it ({everywhere}){_instead(operator, device)}")
 

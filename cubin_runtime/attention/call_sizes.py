@@ -90,7 +90,7 @@ class CallSizes:
         Raises:
             UsageError: a type is not supported; the message begins with ``name=value``.
         """
-        by_cache = {DTYPES[kv].short: [DTYPES[q].short for q in taken] for kv, taken in q_dtypes.items()}
+        by_cache = {DTYPES[kv].short: [DTYPES[q].short for q in queries] for kv, queries in q_dtypes.items()}
         q_types = by_cache.get(self.dtype_kv)
         if q_types is None:
             raise UsageError(f"dtype_kv={self.dtype_kv!r}: expected one of {', '.join(by_cache)}")

@@ -154,12 +154,12 @@ class CallTensors(dict[str, TensorView]):
 
     def check_planned(self, planned: Sequence[TensorSpec | None]) -> None:
         """Raise ``UsageError`` for the first tensor that is not of the form that a plan was made for."""
-        for arg, came, expected in zip(self.declared, self.specs, planned, strict=True):
+        for arg, spec, expected in zip(self.declared, self.specs, planned, strict=True):
             name = arg.name
-            if came and expected and came.device != expected.device:
-                raise UsageError(f"on device {came.device}, planned for device {expected.device}", argument=name)
-            if came != expected:
-                words = tuple(came) if came else "of no tensor", tuple(expected) if expected else "no tensor"
+            if spec and expected and spec.device != expected.device:
+                raise UsageError(f"on device {spec.device}, planned for device {expected.device}", argument=name)
+            if spec != expected:
+                words = tuple(spec) if spec else "of no tensor", tuple(expected) if expected else "no tensor"
                 raise UsageError(f"dtype, shape, strides, device {words[0]}, planned for {words[1]}", argument=name)
 
 

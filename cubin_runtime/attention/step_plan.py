@@ -146,8 +146,8 @@ class _FullStep:
             ordered = self._binding.in_order(tensors, renamed_options("step", self._former, named))
         if ordered is None:
             names = ", ".join(arg.name for arg in self.free)
-            came = ", ".join([f"{len(tensors)} by position", *named])
-            raise TypeError(f"step() takes ({names}), got {came}")
+            arguments = ", ".join([f"{len(tensors)} by position", *named])
+            raise TypeError(f"step() takes ({names}), got {arguments}")
         return ordered
 
     def send(self, *tensors: Any) -> None:

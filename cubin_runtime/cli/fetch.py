@@ -52,18 +52,18 @@ def fetch(
     absent = options.absent_source(library.configured_sources) if source else None
     reports: list[FetchReport] = []
     errors: list[CubinRuntimeError] = []
-    asked: list[tuple[str, KernelFilter]] = []
+    selections: list[tuple[str, KernelFilter]] = []
     for target in targets:
         try:
-            asked += expanded(library, [target], kernel_filter, cpu and cpu.value)
+            selections += expanded(library, [target], kernel_filter, cpu and cpu.value)
         except CubinRuntimeError as error:
             errors.append(error)
-    for target, left in asked:
+    for target, selection in selections:
         try:
             pin = library.pins.get(target)
             if absent is not None and not _is_complete(library, pin):
                 raise SourceError(f"--source {absent!r}: there is no such folder or archive")
-            paths = chosen(library, pin, target, left)
+            paths = chosen(library, pin, target, selection)
             with fetch_bar(pin.name, len(paths)) as bar:
                 reports.append(
                     library.fetch(pin, paths, jobs=jobs, dry_run=dry_run, progress=bar.advance, on_bytes=bar.moved)

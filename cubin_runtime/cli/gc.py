@@ -69,7 +69,7 @@ def gc(
             raise UsageError(f"gc {name!r}: lies in {pin.name!r}; expected a whole release")
     seconds = older_than * 3600
     collected = collect(library, targets, dry_run=dry_run) if targets else None
-    left = collect_leftovers(library.store, older_than=seconds, dry_run=dry_run) if temps else None
+    leftovers = collect_leftovers(library.store, older_than=seconds, dry_run=dry_run) if temps else None
     orphans = collect_unreferenced(library, older_than=seconds, dry_run=dry_run) if unreferenced else None
     if not dry_run:
         removed = sum(one.removed for one in (collected, orphans) if one is not None)
@@ -79,16 +79,16 @@ def gc(
     if json:
         parts = {
             "releases": collected and asdict(collected),
-            "leftovers": left and asdict(left),
+            "leftovers": leftovers and asdict(leftovers),
             "unreferenced": orphans and asdict(orphans),
         }
         output.emit_json("gc", {"store": str(library.store.root), **parts})
         return
-    _print((collected, left, orphans), older_than, dry_run=dry_run)
+    _print((collected, leftovers, orphans), older_than, dry_run=dry_run)
 
 
 def _print(reports: Reports, older_than: float, *, dry_run: bool) -> None:
-    collected, left, orphans = reports
+    collected, leftovers, orphans = reports
     verb = "would be removed" if dry_run else "removed"
     if collected is not None:
         shared = "".join(f"; {name} needs {count} of them" for name, count in collected.needed_by.items())
@@ -101,10 +101,10 @@ def _print(reports: Reports, older_than: float, *, dry_run: bool) -> None:
                 f"{name}: its manifest is not available locally, so its objects in the store are not known"
             )
     age = f"of over {output.several(older_than, 'hour')} " if older_than else ""
-    if left is not None:
+    if leftovers is not None:
         output.line(
-            f"{output.several(left.temporaries, 'temporary file')} and "
-            f"{output.several(left.quarantined, 'damaged object')} {age}{verb} ({output.size(left.bytes)})"
+            f"{output.several(leftovers.temporaries, 'temporary file')} and "
+            f"{output.several(leftovers.quarantined, 'damaged object')} {age}{verb} ({output.size(leftovers.bytes)})"
         )
     if orphans is not None:
         output.line(

@@ -55,24 +55,24 @@ def list_(
         return
     name = resolved(library, name)
     pin = library.pins.get(name)
-    kept = open_catalog(library, pin, fetch=not library.config.offline).chosen_by(kernel_filter)
-    asked = [entry for entry in kept if _is_asked_for(entry, pin, name)]
+    passing = open_catalog(library, pin, fetch=not library.config.offline).chosen_by(kernel_filter)
+    entries = [entry for entry in passing if _is_asked_for(entry, pin, name)]
     if json:
-        files = [] if count else [_entry_json(entry) for entry in asked]
-        output.emit_json("list", {"pin": pin.name, "count": len(asked), "files": files})
+        files = [] if count else [_entry_json(entry) for entry in entries]
+        output.emit_json("list", {"pin": pin.name, "count": len(entries), "files": files})
     elif count:
-        output.line(len(asked))
+        output.line(len(entries))
     else:
         output.table(
             ("file", "target", "types q/k/v/o", "head", "threads", "shared"),
-            (_entry_cells(entry, pin) for entry in asked),
+            (_entry_cells(entry, pin) for entry in entries),
         )
 
 
 def _is_asked_for(entry: Entry, pin: Pin, name: str) -> bool:
     """Return whether an entry lies under the name or path that the user gave."""
-    asked = name.rstrip("/")
-    return asked in (pin.name, pin.path.text, entry.path.text) or entry.path.text.startswith(f"{asked}/")
+    prefix = name.rstrip("/")
+    return prefix in (pin.name, pin.path.text, entry.path.text) or entry.path.text.startswith(f"{prefix}/")
 
 
 def _entry_json(entry: Entry) -> dict[str, Any]:

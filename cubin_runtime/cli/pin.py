@@ -123,8 +123,8 @@ def pin(
         _show(new, json, written=None, error=refused)
         raise refused
     file = user_pins_path()
-    asked = {"name": name, "abi": abi, "licence": licence, "max_file_bytes": max_file_bytes}
-    written = add_pin(file, new, library.pins, [field for field, value in asked.items() if value is not None])
+    details = {"name": name, "abi": abi, "licence": licence, "max_file_bytes": max_file_bytes}
+    written = add_pin(file, new, library.pins, [field for field, value in details.items() if value is not None])
     library.audit.write("pin", release=new.name, path=new.path.text, sha256=new.manifest_sha256, file=str(file))
     _show(new, json, written=str(file) if written else "already pinned")
     if data is None:

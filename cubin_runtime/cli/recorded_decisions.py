@@ -78,15 +78,15 @@ def decide_lines(lines: Iterable[bytes], kernels: KernelFinder, *, both: bool, w
 
 def refusal_record(refused: UsageError | WorkspaceRefused) -> Json:
     """The record of an error; sizes and types that no launch can have count as argument checks."""
-    asked = None
+    key = None
     if isinstance(refused, KernelMissing):
         names = _KEY_NAMES.items()
-        asked = {name: int(getattr(refused.key, field)) for field, name in names}
+        key = {name: int(getattr(refused.key, field)) for field, name in names}
     return {
         "ok": False,
         "error": str(refused),
         "error_kind": refused.kind if isinstance(refused, (PlanRefused, WorkspaceRefused)) else ARGUMENT,
-        "error_select_params": asked,
+        "error_select_params": key,
     }
 
 

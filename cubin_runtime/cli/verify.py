@@ -62,14 +62,14 @@ def verify(
     kernel_filter = KernelFilter.from_words(sm, family, dtype, head_dim, match)
     library = Library(options.make_config(store, source, pins, offline))
     reports: list[tuple[VerifyReport, int]] = []
-    for target, left in expanded(library, targets, kernel_filter, cpu and cpu.value):
+    for target, target_filter in expanded(library, targets, kernel_filter, cpu and cpu.value):
         pin = library.pins.get(target)
-        whole = left.is_empty and target.rstrip("/") in (pin.name, pin.path.text)
+        whole = target_filter.is_empty and target.rstrip("/") in (pin.name, pin.path.text)
         for place in tree or (None,):
             if whole:
                 paths, total = None, pin.files
             else:
-                paths = chosen(library, pin, target, left)
+                paths = chosen(library, pin, target, target_filter)
                 total = len(paths)
             with output.progress(f"verify {pin.name}", total) as advance:
                 report = library.verify(pin, paths, complete=complete, progress=advance, tree=place)

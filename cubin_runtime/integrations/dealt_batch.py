@@ -54,17 +54,17 @@ def attend_dealt(
     """
     decodes, prompts = batch.decodes, batch.prefills
     cached = [part for part in (decodes, prompts if batch.has_context else None) if part is not None and part.rows]
-    done: Any = None
+    cached_states: Any = None
     if cached:
         end = cached[-1].where.stop
-        done = ranks.combine(
+        cached_states = ranks.combine(
             *_over_own_keys(ranks.gather(q[:end]), k_cache, v_cache, kv_layout, batch, cached, options)
         )
     if decodes is not None and decodes.rows:
-        out[decodes.where].copy_(done[0][decodes.where])
+        out[decodes.where].copy_(cached_states[0][decodes.where])
     if prompts is not None and prompts.rows:
         rows = prompts.where
-        context = None if not batch.has_context else (done[0][rows], done[1][rows])
+        context = None if not batch.has_context else (cached_states[0][rows], cached_states[1][rows])
         _over_new_keys(q[rows], new_keys[rows], new_values[rows], prompts, context, options, out[rows])
 
 
@@ -142,7 +142,7 @@ def check_dealt_layer(window: int | None, sinks: bool, shares_keys: bool) -> Non
     Raises:
         UsageError: the options; the message names them.
     """
-    asked = {"sliding_window": window is not None, "sinks": sinks, "kv_sharing_target_layer_name": shares_keys}
-    refused = [name for name, is_asked in asked.items() if is_asked]
+    features = {"sliding_window": window is not None, "sinks": sinks, "kv_sharing_target_layer_name": shares_keys}
+    refused = [name for name, is_asked in features.items() if is_asked]
     if refused:
         raise UsageError(f"{', '.join(refused)}: expected None with decode context parallelism")

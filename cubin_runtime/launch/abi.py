@@ -108,10 +108,10 @@ def check_architecture(architecture: Architecture, device: DeviceFacts) -> None:
 def check_parameters(symbol: str, layout: StructLayout, sizes: tuple[int, ...], source: str) -> None:
     """Raise ``AbiError`` unless the kernel takes exactly one parameter of the struct's size."""
     if sizes != (layout.size,):
-        taken = f"one of {sizes[0]} bytes" if len(sizes) == 1 else f"{len(sizes)} of {list(sizes)} bytes"
+        size_text = f"one of {sizes[0]} bytes" if len(sizes) == 1 else f"{len(sizes)} of {list(sizes)} bytes"
         raise AbiError(
             f"kernel {symbol!r}: struct {layout.name} has {layout.size} bytes; "
-            f"according to {source}, the kernel takes {taken if sizes else 'no parameter'}"
+            f"according to {source}, the kernel takes {size_text if sizes else 'no parameter'}"
         )
 
 

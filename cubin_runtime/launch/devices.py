@@ -16,14 +16,14 @@ def device_ordinal(device: Device) -> int:
     Raises:
         UsageError: it is none of these, or negative.
     """
-    came: Any = device
-    ordinal = came
-    if getattr(came, "type", None) == "cuda":
-        ordinal = came.index or 0
-    elif hasattr(came, "device_id"):
-        ordinal = came.device_id
-    elif type(came).__name__ == "CUdevice":
-        ordinal = int(came)
+    value: Any = device
+    ordinal = value
+    if getattr(value, "type", None) == "cuda":
+        ordinal = value.index or 0
+    elif hasattr(value, "device_id"):
+        ordinal = value.device_id
+    elif type(value).__name__ == "CUdevice":
+        ordinal = int(value)
     if not isinstance(ordinal, int) or isinstance(ordinal, bool) or ordinal < 0:
         raise UsageError(
             f"device: got {device!r}, expected an ordinal, a CUDA device of torch, one of cuda.core or a CUdevice"

@@ -162,7 +162,7 @@ class ModuleCache:
 
     def preload(self, requests: Iterable[KernelRequest]) -> PreloadReport:
         """Load ahead of serving, one after another; errors as ``kernel``, at the first request that fails."""
-        started, loads, taken = time.perf_counter(), self.counts.loads, 0
+        started, loads, used_bytes = time.perf_counter(), self.counts.loads, 0
         kernels: list[LoadedKernel] = []
         for request in requests:
             with self._driver.using(request.context):
@@ -170,9 +170,9 @@ class ModuleCache:
                 kernels.append(
                     self.kernel(request.context, request.sha256, request.symbol, request.read, request.needs)
                 )
-                taken += before - self._driver.memory_info()[0]
+                used_bytes += before - self._driver.memory_info()[0]
         seconds = time.perf_counter() - started
-        return PreloadReport(tuple(kernels), self.counts.loads - loads, max(0, taken), seconds)
+        return PreloadReport(tuple(kernels), self.counts.loads - loads, max(0, used_bytes), seconds)
 
     def close(self) -> None:
         """Unload everything; no kernel from here may be launched afterwards."""
@@ -264,13 +264,13 @@ class ModuleCache:
                 ) from error
             raise
         with self._lock:
-            kept = self._modules.setdefault((context, sha256), module)
-            if kept is module:
+            current = self._modules.setdefault((context, sha256), module)
+            if current is module:
                 self._loads += 1
                 self._bytes += len(image)
-        if kept is not module:  # a call that interrupted this one has loaded it
+        if current is not module:  # a call that interrupted this one has loaded it
             self._driver.unload_module(module.handle)
-        return kept
+        return current
 
     def _ask_driver(self, function: int, symbol: str, facts: KernelFacts, needs: LaunchNeeds) -> tuple[int, bool]:
         max_threads = facts.max_threads

@@ -38,10 +38,10 @@ def stream_handle(stream: Any) -> int:
     handle = getattr(stream, "cuda_stream", None)
     if isinstance(handle, int):
         return _one_name(handle)
-    came = type(stream).__name__
-    if came in _BINDINGS:
+    text = type(stream).__name__
+    if text in _BINDINGS:
         return _one_name(int(stream))
-    raise UsageError(f"stream: got {came}, expected an int, __cuda_stream__, a torch stream or one of cuda.bindings")
+    raise UsageError(f"stream: got {text}, expected an int, __cuda_stream__, a torch stream or one of cuda.bindings")
 
 
 def is_default(stream: int) -> bool:
@@ -51,6 +51,6 @@ def is_default(stream: int) -> bool:
 
 def _one_name(handle: int) -> int:
     if not 0 <= handle < _HANDLES:
-        came = handle if abs(handle) < _HANDLES else f"an integer of {handle.bit_length()} bits"
-        raise UsageError(f"stream={came}: expected a handle, which is not negative and has at most 64 bits")
+        text = handle if abs(handle) < _HANDLES else f"an integer of {handle.bit_length()} bits"
+        raise UsageError(f"stream={text}: expected a handle, which is not negative and has at most 64 bits")
     return 0 if handle == LEGACY else int(handle)

@@ -301,7 +301,7 @@ def test_a_plain_mask_is_read_by_one_of_the_layers_that_it_is_handed_to() -> Non
     assert read_before(full, 1, 41) is None
     full.fill_(7)
     assert read_before(full, 1, 40).lengths.tolist() == [7] * BATCH
-    assert len(_reads.kept) == 2
+    assert len(_reads.masks) == 2
     assert read_before(full.clone(), 1, 40) is None
 
 

@@ -151,19 +151,19 @@ def _without(gone: Sequence[Pin], text: str, file: Path) -> str:
     starts = [match.start() for match in _TABLE.finditer(text)]
     of_path = {pin.path: pin for pin in gone}
     out = {number for number, one in enumerate(before) if one.path in of_path and _is_table_of(one, of_path[one.path])}
-    left = tuple(one for number, one in enumerate(before) if number not in out)
-    kept = None
+    rest = tuple(one for number, one in enumerate(before) if number not in out)
+    rest_text = None
     if len(out) == len(gone) and len(starts) == len(before):
         ends = [*starts[1:], len(text)]
         tables = (
             text[start:end] for number, (start, end) in enumerate(zip(starts, ends, strict=True)) if number not in out
         )
-        kept = text[: starts[0]] + "".join(tables)
+        rest_text = text[: starts[0]] + "".join(tables)
     # a table may be written in ways that lines do not show: what is left must read as all pins but these
-    if kept is None or parse_pins(kept.encode(), str(file)) != left:
+    if rest_text is None or parse_pins(rest_text.encode(), str(file)) != rest:
         names = ", ".join(repr(pin.name) for pin in gone)
         raise PinError(f"{file}: the table of {names} cannot be identified; remove it by hand")
-    return kept
+    return rest_text
 
 
 def _is_table_of(one: Pin, pin: Pin) -> bool:

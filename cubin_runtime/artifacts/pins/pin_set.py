@@ -139,16 +139,16 @@ def _joined(same: Sequence[_Stated]) -> _Stated:
     Raises:
         PinError: two of them disagree, whatever their order.
     """
-    kept = next((stated for stated in same if not stated[0].groups), same[0])
+    base = next((stated for stated in same if not stated[0].groups), same[0])
     for stated in same:
         for field in fields(Pin):
             if (stated[0].groups and field.name != "manifest_sha256") or field.name in _JOINED:
                 continue
-            if getattr(stated[0], field.name) != getattr(kept[0], field.name):
-                raise _disagreement(f"{field.name} of the folder {kept[0].path.text!r}", kept, stated)
-    pins = [kept[0], *(pin for pin, _ in same)]
+            if getattr(stated[0], field.name) != getattr(base[0], field.name):
+                raise _disagreement(f"{field.name} of the folder {base[0].path.text!r}", base, stated)
+    pins = [base[0], *(pin for pin, _ in same)]
     sources, groups = (tuple(dict.fromkeys(item for pin in pins for item in getattr(pin, name))) for name in _JOINED)
-    return replace(kept[0], sources=sources, groups=groups), kept[1]
+    return replace(base[0], sources=sources, groups=groups), base[1]
 
 
 def _disagreement(what: str, one: _Stated, other: _Stated) -> PinError:

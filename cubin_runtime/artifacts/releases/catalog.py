@@ -79,10 +79,10 @@ class Catalog:
         Raises:
             UsageError: nothing passes; the message names the value that no kernel has, and the existing values.
         """
-        if not (kept := self.kept_by(kernel_filter)):
+        if not (entries := self.kept_by(kernel_filter)):
             rows = [entry.row for entry in self if entry.row is not None]
             raise UsageError(f"{self.manifest.folder}: {why_nothing_passes(kernel_filter, rows)}")
-        return kept
+        return entries
 
     def _keeps(self, kernel_filter: KernelFilter, entry: Entry) -> bool:
         if entry.row is not None:
@@ -164,10 +164,10 @@ def chosen_paths(
             raise
         # metadata in a form of later releases: file names tell the target
         catalog = Catalog(library.manifest(pin), lambda _: None, has_metadata=False)
-    kept = [entry.path for entry in catalog.chosen_by(kernel_filter)]
+    paths = [entry.path for entry in catalog.chosen_by(kernel_filter)]
     metadata = (pin.path.child(name) for name in (FILE_NAME, HEADER_PATH))
-    kept += [path for path in metadata if path in catalog.manifest.digests and path not in set(kept)]
-    return tuple(kept)
+    paths += [path for path in metadata if path in catalog.manifest.digests and path not in set(paths)]
+    return tuple(paths)
 
 
 def _row_of_file(index: MetadataIndex, file: str) -> KernelRow | None:

@@ -53,19 +53,19 @@ def compare_releases(library: Library, old: Pin, new: Pin, kernel_filter: Kernel
     kernel_filter = kernel_filter or KernelFilter()
     catalogs = (_catalog(library, old), _catalog(library, new))
     before, after = (_digests(catalog) for catalog in catalogs)
-    kept = (
+    passing = (
         None
         if kernel_filter.is_empty
         else {_name(one, entry) for one in catalogs for entry in one.kept_by(kernel_filter)}
     )
-    if kept is not None and not kept:
+    if passing is not None and not passing:
         for catalog in catalogs:
             catalog.chosen_by(kernel_filter)
 
     def only_in(one: Mapping[str, str], other: Mapping[str, str]) -> tuple[str, ...]:
-        return tuple(sorted(name for name in one if name not in other and (kept is None or name in kept)))
+        return tuple(sorted(name for name in one if name not in other and (passing is None or name in passing)))
 
-    both = [name for name in before if name in after and (kept is None or name in kept)]
+    both = [name for name in before if name in after and (passing is None or name in passing)]
     different = sorted(name for name in both if before[name] != after[name])
     old_rows, new_rows = (_rows(catalog, before, after) for catalog in catalogs)
     changed = tuple(

@@ -47,10 +47,10 @@ def try_sources(library: Library, *, network: bool, seconds: float = TRIAL_SECON
     policy = FetchPolicy(attempts=1)
     limits = HttpLimits(connect=seconds, headers=seconds, silence=seconds, window=max(1.0, seconds))
     sources = SourceList(replace(library.config, audit=None), limits, policy)
-    asked = [(pin, spec) for pin in library.pins for spec in sources.specs(pin)]
+    trials = [(pin, spec) for pin in library.pins for spec in sources.specs(pin)]
     results: dict[int, SourceTrial] = {}
     threads: list[tuple[int, threading.Thread]] = []
-    for number, (pin, spec) in enumerate(asked):
+    for number, (pin, spec) in enumerate(trials):
         if spec.kind == "http" and (library.config.offline or not network):
             why = "offline is set" if library.config.offline else "not tried"
             results[number] = SourceTrial(spec.label, pin.name, None, None, why)
@@ -66,7 +66,7 @@ def try_sources(library: Library, *, network: bool, seconds: float = TRIAL_SECON
     late = f"no whole answer within {seconds:g} s"
     return tuple(
         results.get(number) or SourceTrial(spec.label, pin.name, False, seconds, late)
-        for number, (pin, spec) in enumerate(asked)
+        for number, (pin, spec) in enumerate(trials)
     )
 
 

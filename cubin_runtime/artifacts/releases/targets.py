@@ -59,7 +59,7 @@ def expanded(
     choices: list[tuple[str, KernelFilter]] = []
     for target in targets:
         if pins := library.pins.group(target):
-            choices += [(pin.name, left) for pin, left in narrowed(target, pins, kernel_filter, cpu)]
+            choices += [(pin.name, target_filter) for pin, target_filter in narrowed(target, pins, kernel_filter, cpu)]
         else:
             choices.append((resolved(library, target), kernel_filter))
     return choices
@@ -67,12 +67,12 @@ def expanded(
 
 def chosen(library: Library, pin: Pin, target: str, kernel_filter: KernelFilter) -> tuple[ArtifactPath, ...]:
     """Paths that a target and the filters choose; metadata comes over the network unless that is switched off."""
-    asked = library.select(pin, None if target == pin.name else target)
-    kept = chosen_paths(library, pin, kernel_filter, fetch=not library.config.offline)
-    if kept is None:
-        return asked
-    inside = set(kept)
-    return tuple(path for path in asked if path in inside)
+    under_target = library.select(pin, None if target == pin.name else target)
+    passing = chosen_paths(library, pin, kernel_filter, fetch=not library.config.offline)
+    if passing is None:
+        return under_target
+    inside = set(passing)
+    return tuple(path for path in under_target if path in inside)
 
 
 def chosen_at_hand(
@@ -84,10 +84,10 @@ def chosen_at_hand(
         MissingError: a release's manifest or metadata is not available locally.
     """
     choices: dict[str, tuple[Pin, set[ArtifactPath]]] = {}
-    for target, left in expanded(library, targets, kernel_filter, cpu):
+    for target, target_filter in expanded(library, targets, kernel_filter, cpu):
         pin = library.pins.get(target)
         manifest_at_hand(library, pin)
-        choices.setdefault(pin.name, (pin, set()))[1].update(chosen(library, pin, target, left))
+        choices.setdefault(pin.name, (pin, set()))[1].update(chosen(library, pin, target, target_filter))
     return [
         (pin, tuple(path for path in library.manifest(pin).digests if path in paths)) for pin, paths in choices.values()
     ]

@@ -93,11 +93,11 @@ class ArchiveSource:
     def outside(self, folders: Iterable[ArtifactPath]) -> set[str]:
         """Names of all files that lie in none of the folders; one whose manifest is not here counts as absent."""
         self._open()
-        asked = {folder.text for folder in folders}
+        folder_names = {folder.text for folder in folders}
         shortest: dict[str, str] = {}
         for manifest in sorted(self._manifests, key=len, reverse=True):
             base = manifest.rpartition("/")[0]
-            shortest.update((tail, base) for tail in _tails(base) if tail in asked)
+            shortest.update((tail, base) for tail in _tails(base) if tail in folder_names)
         bases = set(shortest.values())
         return {name for name in self._directory.places if bases.isdisjoint(_above(name))}
 

@@ -149,8 +149,8 @@ def head_dims_of(row: KernelRow) -> frozenset[int]:
     return frozenset(v for key, v in row.traits.items() if key.startswith("head_dim") and isinstance(v, int))
 
 
-def _allows(asked: Collection[object], stated: Set[object]) -> bool:
-    return not asked or not stated or not stated.isdisjoint(asked)
+def _allows(criteria: Collection[object], stated: Set[object]) -> bool:
+    return not criteria or not stated or not stated.isdisjoint(criteria)
 
 
 def is_stated(kernel_filter: KernelFilter, rows: Iterable[KernelRow]) -> bool:
@@ -172,12 +172,12 @@ def why_nothing_passes(kernel_filter: KernelFilter, rows: Sequence[KernelRow]) -
     targets = sorted({str(row.architecture) for row in rows})
     if kernel_filter.sm is not None and not any(row.architecture.runs_on(kernel_filter.sm) for row in rows):
         return f"no kernel runs on sm {kernel_filter.sm}, expected a device for one of {', '.join(targets)}"
-    asked: tuple[tuple[str, Sequence[object], Sequence[object]], ...] = (
+    rules: tuple[tuple[str, Sequence[object], Sequence[object]], ...] = (
         ("family", kernel_filter.families, families),
         ("dtype", kernel_filter.dtypes, dtypes),
         ("head_dim", kernel_filter.head_dims, head_dims),
     )
-    for name, criteria, there in asked:
+    for name, criteria, there in rules:
         if criteria and set(criteria).isdisjoint(there):
             values = ", ".join(map(str, criteria))
             return f"no kernel has {name} {values}, expected one of {', '.join(map(str, there)) or 'none'}"

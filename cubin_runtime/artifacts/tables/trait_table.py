@@ -31,8 +31,8 @@ def build_slots(rows: Sequence[KernelMeta]) -> bytes:
     """The table for rows by their place in ``rows``; equal rows give equal bytes."""
     first: dict[tuple[object, ...], int] = {}
     for place, row in enumerate(rows):
-        kept = first.get(traits_of(row))
-        if kept is None or row.row < rows[kept].row:
+        earlier = first.get(traits_of(row))
+        if earlier is None or row.row < rows[earlier].row:
             first[traits_of(row)] = place
     slots = [(0, 0)] * _slots_for(len(rows))
     for traits, place in first.items():

@@ -157,8 +157,8 @@ class SizedPath:
 
     def _forget(self, sizes: tuple[int, ...]) -> None:
         with self._lock:
-            for kept in (self._plans, self._paths, self._walks):
-                kept.pop(sizes, None)
+            for table in (self._plans, self._paths, self._walks):
+                table.pop(sizes, None)
 
 
 def _forget(path: ref[SizedPath], sizes: tuple[int, ...], plan: ref[Any]) -> None:

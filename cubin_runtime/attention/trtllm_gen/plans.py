@@ -91,10 +91,10 @@ class AttentionPlan:
         # Bind with an unbounded size first, so that one error below names all the bytes needed.
         bindings = call.bindings((address, _BOUNDLESS), counters).with_partial_out(self.decision.partial_offset)
         note_compared(bindings.key, bindings.value)  # one cache for both takes another plan
-        taken = self._taken(bindings, address)
-        if taken > nbytes:
+        needed = self._taken(bindings, address)
+        if needed > nbytes:
             raise WorkspaceError(
-                f"workspace of {nbytes} bytes at {address:#x}: {self.kernel} needs {taken} bytes there, "
+                f"workspace of {nbytes} bytes at {address:#x}: {self.kernel} needs {needed} bytes there, "
                 f"{self.workspace_bytes} anywhere"
             )
         context = self._runtime.driver.context_on(self._ordinal)

@@ -80,9 +80,10 @@ class Arguments:
             is_plain = isinstance(value, (bool, int, float, str))
             if value is None or (is_plain and value == (default or False)):
                 continue
-            came = shown(value)
             who = self.operator.__name__ + (f" by backend {backend!r}" if backend else "")
-            raise UsageError(f"{who} has no kernel that honours it; expected {default!r}", argument=name, value=came)
+            raise UsageError(
+                f"{who} has no kernel that honours it; expected {default!r}", argument=name, value=shown(value)
+            )
 
     def backend_on(self, device: int, backend: str) -> str:
         """The backend that runs the operator on ``device``; errors as ``find_backend``."""

@@ -61,19 +61,19 @@ def with_enough_semaphores(call: XqaArguments, rows: int, device: int) -> Semaph
     """
     if isinstance(call.workspace_buffer, TorchScratch):
         return call.workspace_buffer
-    rt, held = call.runtime, _memory_of(call.semaphores, "semaphores", device)
+    rt, memory = call.runtime, _memory_of(call.semaphores, "semaphores", device)
     scratch = _scratch_of(call.workspace_buffer, device)
     counters = max(rows, _CTAS_PER_MULTIPROCESSOR * rt.driver.device(device).multiprocessors)
     needed = 3 * REGION_ALIGNMENT + counters * _COUNTER_BYTES
-    if held[1] >= needed:
-        return SemaphoreWorkspace(held, scratch)
+    if memory[1] >= needed:
+        return SemaphoreWorkspace(memory, scratch)
     needed = 1 << (needed - 1).bit_length()
     with _lock:
         replaced = _replaced.setdefault(rt, _Replaced())
-        workspace = replaced.captured.get(held[0])
+        workspace = replaced.captured.get(memory[0])
         if workspace is None or workspace.nbytes < needed:
             stream = rt.memory.current_stream(call.query)
-            workspace = _eager(replaced, held, needed, stream, device, rt)
+            workspace = _eager(replaced, memory, needed, stream, device, rt)
     return SemaphoreWorkspace((workspace.address, workspace.nbytes), scratch, owner=workspace)
 
 

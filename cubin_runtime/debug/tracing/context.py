@@ -44,14 +44,14 @@ def traced_context(call: AttentionCall) -> TracedCall:
     of_q, of_k = DTYPES[q.dtype].short, DTYPES[k.dtype].short
     of_keys = "paged" if is_paged(call) else "ragged" if len(k.shape) == 3 else "dense"
     fixed = ("causal", *(("lse_base", "lse_sink") if lse else ()))
-    taken = {name: repr(getattr(options, name)) for name in fixed} | of_attention(outputs)
+    reference_arguments = {name: repr(getattr(options, name)) for name in fixed} | of_attention(outputs)
     axes = {axis for part in inputs if isinstance(part, Tensor) for axis in part.axes}
     return TracedCall(
         op_type="gqa_paged" if is_paged(call) else "gqa_ragged",
         name=f"context_attention_{form}_{of_keys}_{'_over_'.join(dict.fromkeys((of_q, of_k)))}",
         inputs=tuple(inputs),
         outputs=tuple(outputs),
-        reference=run_of("context", inputs, taken),
+        reference=run_of("context", inputs, reference_arguments),
         constants={"group": call.q_heads // k.shape[-2]},
         constraints=(
             "q_heads == kv_heads * group",

@@ -40,10 +40,10 @@ def traced_trtllm_gen(call: Call) -> TracedCall | str:
     outputs = [Tensor("out", call.out, ("tokens", Constant("q_heads"), Constant("value_dim")))]
     if call.lse is not None:
         outputs.append(Tensor("lse", call.lse, ("tokens", Constant("q_heads")), "base 2"))
-    taken = {"seq_lens": "seq_lens", "window_left": "window_left", **arguments, **scales, "q": "query"}
+    reference_arguments = {"seq_lens": "seq_lens", "window_left": "window_left", **arguments, **scales, "q": "query"}
     renamed = (("q_cu_seq_lens", "cum_seq_lens_q"), ("sinks", "sinks"))
-    taken |= {argument: name for argument, name in renamed if name in names}
-    taken["causal"] = repr(call.causal if isinstance(call, ContextCall | RaggedCall) else True)
+    reference_arguments |= {argument: name for argument, name in renamed if name in names}
+    reference_arguments["causal"] = repr(call.causal if isinstance(call, ContextCall | RaggedCall) else True)
     form = "ragged" if call.cum_seq_lens_q is not None else "dense"
     dtypes = "_".join(DTYPES[view.dtype].short for view in (call.query, call.key, call.out))
     heads = {} if shares else {"group": call.query.shape[1] // call.key.shape[1]}
@@ -53,7 +53,7 @@ def traced_trtllm_gen(call: Call) -> TracedCall | str:
         name=f"trtllm_gen_{'mla_' if shares else ''}{kind}_{form}_{paged}_{dtypes}",
         inputs=tuple(inputs),
         outputs=tuple(outputs),
-        reference=run_of("context", inputs, taken | of_attention(outputs), without=tuple(names)),
+        reference=run_of("context", inputs, reference_arguments | of_attention(outputs), without=tuple(names)),
         constants=heads,
         constraints=(
             *(("q_heads == kv_heads * group",) if heads else ()),
@@ -104,7 +104,7 @@ def _keys(call: PagedCall | RaggedCall) -> tuple[list[Tensor], dict[str, str]]:
 def _scales(call: Call) -> tuple[list[Tensor | Scalar], dict[str, str]]:
     """The scales of scores and output as inputs, and what the reference takes of them."""
     inputs = list[Tensor | Scalar]()
-    taken = dict[str, str]()
+    reference_arguments = dict[str, str]()
     for argument, name, scale, factor in (
         ("softmax_scale", "bmm1_scale", call.bmm1, " * math.log(2)"),
         ("output_scale", "bmm2_scale", call.bmm2, ""),
@@ -112,8 +112,8 @@ def _scales(call: Call) -> tuple[list[Tensor | Scalar], dict[str, str]]:
         if scale.pointer:
             view = TensorView.contiguous(scale.pointer, "float32", (1,))
             inputs.append(Tensor(f"{name}_device", view, ONE, "with log2(e) in it" if factor else ""))
-            taken[argument] = f"{name}_device.item(){factor}"
+            reference_arguments[argument] = f"{name}_device.item(){factor}"
         else:
             inputs.append(Scalar(name, scale.value))
-            taken[argument] = name
-    return inputs, taken
+            reference_arguments[argument] = name
+    return inputs, reference_arguments

@@ -136,8 +136,8 @@ def check_rest(arguments: dict[str, Any]) -> None:
     for name, value in arguments.items():
         if name in UNUSED or value is None or value is False:
             continue
-        came = repr(value) if isinstance(value, (bool, int, float, str)) else f"a {type(value).__name__}"
-        raise UsageError(f"{name}={came}: {REFUSED.get(name, 'attention here does not honour it')}")
+        text = repr(value) if isinstance(value, (bool, int, float, str)) else f"a {type(value).__name__}"
+        raise UsageError(f"{name}={text}: {REFUSED.get(name, 'attention here does not honour it')}")
 
 
 def _either(arguments: dict[str, Any], name: str, other: str) -> Any:

@@ -131,14 +131,14 @@ def _attend_sorted(
     import torch
 
     batch, heads, q_len, _ = query.shape
-    kept = key.shape[2]
-    (k_order, k_sums), (q_order, q_sums) = (_order(part, chunks) for part in (places[:, :kept], places[:, kept:]))
+    kv_len = key.shape[2]
+    (k_order, k_sums), (q_order, q_sums) = (_order(part, chunks) for part in (places[:, :kv_len], places[:, kv_len:]))
     q, k, v = (
         states.transpose(1, 2).flatten(0, 1).index_select(0, order)
         for states, order in ((query, q_order), (key, k_order), (value, k_order))
     )
     out = torch.zeros(*q.shape[:2], v.shape[2], dtype=q.dtype, device=q.device)
-    operators.ragged(q, k, v, q_sums, k_sums, q_len, kept, out=out, **options.words())
+    operators.ragged(q, k, v, q_sums, k_sums, q_len, kv_len, out=out, **options.words())
     return torch.empty_like(out).index_copy_(0, q_order, out).view(batch, q_len, heads, -1)
 
 

@@ -53,7 +53,7 @@ class Mask(NamedTuple):
 class _Reads(local):
     """The plain masks that a thread read last, as weak references, with what ``read`` gave."""
 
-    kept: tuple[tuple[Any, tuple[int, int], Mask], ...] = ()
+    masks: tuple[tuple[Any, tuple[int, int], Mask], ...] = ()
 
 
 _reads = _Reads()
@@ -67,9 +67,9 @@ def read_before(attention_mask: Any, q_len: int, kv_len: int) -> Mask | None:
         return reading[1] if reading[0] == (q_len, kv_len) else None
     if _is_compiling():
         return None
-    for mask, lengths, kept in _reads.kept:
+    for mask, lengths, result in _reads.masks:
         if mask() is attention_mask and lengths == (q_len, kv_len):
-            return kept
+            return result
     return None
 
 
@@ -87,7 +87,7 @@ def read(attention_mask: Any, q_len: int, kv_len: int) -> Mask:
     if plain is not None:
         attention_mask.last_read = (q_len, kv_len), mask
     else:
-        _reads.kept = ((ref(attention_mask), (q_len, kv_len), mask), *_reads.kept[: _MOST_READS - 1])
+        _reads.masks = ((ref(attention_mask), (q_len, kv_len), mask), *_reads.masks[: _MOST_READS - 1])
     return mask
 
 

@@ -24,9 +24,11 @@ def register(name: str = "cubin_runtime", operators: Operators | None = None) ->
         UsageError: ``name`` is empty, or holds ``|``, ``/``, ``:``, ``flash``, ``flex``, ``sdpa`` or ``eager``.
         ImportError: there is no transformers 5.
     """
-    taken = [part for part in ("|", "/", ":", "flash", "flex", "sdpa", "eager") if part in name]
-    if taken or not name:
-        raise UsageError(f"name={name!r}: expected a name without {taken or 'nothing in it'}, which transformers reads")
+    reserved = [part for part in ("|", "/", ":", "flash", "flex", "sdpa", "eager") if part in name]
+    if reserved or not name:
+        raise UsageError(
+            f"name={name!r}: expected a name without {reserved or 'nothing in it'}, which transformers reads"
+        )
     try:
         from transformers import AttentionInterface, AttentionMaskInterface
     except ImportError as error:

@@ -132,12 +132,12 @@ class CubinRuntimeBackend(HopperBackend, cache_interface(), AttentionBackend):  
         if getattr(config.model_config, "rswa_window", None) is not None:
             return "R-SWA not supported"
         if config.parallel_config.decode_context_parallel_size > 1:
-            asked = {
+            features = {
                 "drafts": config.speculative_config is not None,
                 "batch invariance": bool(envs.VLLM_BATCH_INVARIANT),
                 "sinks": has_sink,
             }
-            refused = [name for name, is_asked in asked.items() if is_asked]
+            refused = [name for name, is_asked in features.items() if is_asked]
             return f"{', '.join(refused)} with DCP not supported" if refused else None
         return refused_drafts(config)
 

@@ -119,6 +119,6 @@ def _inputs(
     layout: StructLayout, numbers: tuple[str, ...], caches: tuple[tuple[str, str], ...], regions: tuple[str, ...]
 ) -> Mapping[str, str]:
     """The value of a run that each field takes."""
-    taken = [*layout.pointers, *[name for name in numbers if name in layout.names]]
+    names = [*layout.pointers, *[name for name in numbers if name in layout.names]]
     scratch = zip(WORKSPACE_FIELDS, regions, strict=False)
-    return MappingProxyType({**dict(zip(taken, taken, strict=True)), **dict(caches), **dict(scratch)})
+    return MappingProxyType({**dict(zip(names, names, strict=True)), **dict(caches), **dict(scratch)})

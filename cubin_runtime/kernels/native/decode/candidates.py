@@ -64,22 +64,22 @@ class DecodeCandidate(Candidate):
 def refusal(candidates: Sequence[DecodeCandidate], shape: DecodeShape, device: DeviceFacts) -> str:
     """Return the reason why none of the candidates fits a problem."""
     where = f"{device.name} (compute capability {device.capability[0]}.{device.capability[1]})"
-    asked = f"no decode kernel for {shape.dtype} KV with head_dim {shape.head_dim} on {where}"
+    opening = f"no decode kernel for {shape.dtype} KV with head_dim {shape.head_dim} on {where}"
     if not candidates:
-        return f"{asked}: the release has no decode kernel"
+        return f"{opening}: the release has no decode kernel"
     here = [c for c in candidates if c.kernel.architecture.runs_on(number_of(device))]
     if not here:
         targets = sorted({c.kernel.architecture for c in candidates}, key=lambda a: (a.number, a.suffix or ""))
-        return f"{asked}: the release has decode kernels for {', '.join(map(str, targets))}"
+        return f"{opening}: the release has decode kernels for {', '.join(map(str, targets))}"
     sizes: dict[str, set[int]] = {}
     for candidate in here:
         sizes.setdefault(str(candidate.kernel.traits["dtype"]), set()).add(trait_of(candidate.kernel, "head_dim"))
     can = "; ".join(f"{dtype} with head_dim {', '.join(map(str, sorted(dims)))}" for dtype, dims in sizes.items())
     if shape.head_dim not in sizes.get(shape.dtype, ()):
-        return f"{asked}: its kernels take {can}"
+        return f"{opening}: its kernels take {can}"
     asked_for = (shape.dtype, shape.head_dim)
     close = [c for c in here if (c.kernel.traits["dtype"], c.kernel.traits["head_dim"]) == asked_for]
-    return f"{asked}: " + "; ".join(f"{c.kernel.name}: {c.unfit}" for c in close)
+    return f"{opening}: " + "; ".join(f"{c.kernel.name}: {c.unfit}" for c in close)
 
 
 def count(number: int, word: str) -> str:

@@ -120,9 +120,9 @@ def _look_through(
         for name, value in (("dtype", dtype), ("head_dim", head_dim)):
             if kernel.traits[name] != value:
                 return f"{name} is {kernel.traits[name]}"
-        taken = str(kernel.traits["q_dtypes"]).split(",")
-        if (q_dtype or dtype) not in taken:
-            return f"queries are {' or '.join(taken)}"
+        q_dtypes = str(kernel.traits["q_dtypes"]).split(",")
+        if (q_dtype or dtype) not in q_dtypes:
+            return f"queries are {' or '.join(q_dtypes)}"
         needs = kernel.dynamic_shared_bytes + kernel.static_shared_bytes
         if needs > shared_bytes:
             return f"needs {needs} bytes of shared memory per block, the device has {shared_bytes}"
@@ -191,8 +191,8 @@ def _tilings(
     batches of any size."""
     shape = DecodeShape.of_form(form)
     kernels = [c.kernel for c in candidates if not c.unfit]
-    taken = [kernel for kernel in kernels if not _other_arithmetic(kernel, part)]
-    tilings = [(kernel, tiling_of(kernel, shape, part, device, costs)) for kernel in taken]
+    usable = [kernel for kernel in kernels if not _other_arithmetic(kernel, part)]
+    tilings = [(kernel, tiling_of(kernel, shape, part, device, costs)) for kernel in usable]
     return tuple(sorted(tilings, key=lambda each: each[1].least_start_us))
 
 

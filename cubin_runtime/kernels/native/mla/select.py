@@ -177,9 +177,9 @@ def _unfit(kernel: NativeKernel, shape: MlaShape, number: int) -> str:
     for name, value in (("dtype", shape.dtype), ("latent", shape.latent), ("rope", shape.rope)):
         if kernel.traits[name] != value:
             return f"{name} is {kernel.traits[name]}"
-    taken = str(kernel.traits.get("q_dtypes", "bf16")).split(",")
-    if shape.q_dtype not in taken:
-        return f"queries are {' or '.join(taken)}"
+    q_dtypes = str(kernel.traits.get("q_dtypes", "bf16")).split(",")
+    if shape.q_dtype not in q_dtypes:
+        return f"queries are {' or '.join(q_dtypes)}"
     if _trait(kernel, "rows") < _WIDE_ROWS and not _few_rows(shape):
         return f"for at most {_FEW_ROWS[shape.dtype]} rows per request, and not for batch_invariant"
     return ""
