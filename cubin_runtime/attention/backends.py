@@ -108,7 +108,9 @@ def check_device_facts(facts: Any) -> DeviceFacts | None:
     if isinstance(facts, str):
         return device_named(facts)
     if facts is not None and not isinstance(facts, DeviceFacts):
-        raise UsageError(f"device_facts: got {type(facts).__name__}, expected DeviceFacts or a name such as 'H200'")
+        raise UsageError(
+            f"got {type(facts).__name__}, expected DeviceFacts or a name such as 'H200'", argument="device_facts"
+        )
     return facts
 
 
@@ -120,7 +122,7 @@ def find_backend(operator: str, backend: str, device: DeviceFacts) -> str:
         warnings.warn(words, DeprecationWarning, stacklevel=stacklevel_of_user())
         backend = NATIVE
     if backend != AUTO and backend not in backends:
-        raise UsageError(f"backend={backend!r}: expected {AUTO} or one of {', '.join(backends)}")
+        raise UsageError(f"expected {AUTO} or one of {', '.join(backends)}", argument="backend", value=repr(backend))
     candidates = backends if backend == AUTO else {backend: backends[backend]}
     for name, support in candidates.items():
         if device.capability in support.automatic:

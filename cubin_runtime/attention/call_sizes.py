@@ -56,11 +56,13 @@ class CallSizes:
         bounds = {"batch": MOST, "q_len": max_q_len, "kv_len": MOST, "heads_q": max_heads, "head_dim": MOST}
         for name, most in bounds.items():
             if not 1 <= getattr(self, name) <= most:
-                raise UsageError(f"{name}={getattr(self, name)}: expected 1 to {most}")
+                raise UsageError(f"expected 1 to {most}", argument=name, value=getattr(self, name))
         if self.page not in page_sizes:
-            raise UsageError(f"page={self.page}: expected one of {', '.join(map(str, page_sizes))}")
+            raise UsageError(f"expected one of {', '.join(map(str, page_sizes))}", argument="page", value=self.page)
         if self.tokens is not None and not 0 <= self.tokens <= self.batch * self.q_len:
-            raise UsageError(f"tokens={self.tokens}: expected 0 to batch x q_len, {self.batch * self.q_len}")
+            raise UsageError(
+                f"expected 0 to batch x q_len, {self.batch * self.q_len}", argument="tokens", value=self.tokens
+            )
 
     def all_tokens(self) -> int:
         """The query (or new) tokens of all requests.
@@ -71,7 +73,7 @@ class CallSizes:
         tokens = self.batch * self.q_len if self.tokens is None else self.tokens
         for name, value in (("batch", self.batch), ("q_len", self.q_len), ("tokens", tokens)):
             if not 1 <= value <= MOST:
-                raise UsageError(f"{name}={value}: expected 1 to {MOST}")
+                raise UsageError(f"expected 1 to {MOST}", argument=name, value=value)
         return tokens
 
     def check_only(self, why: str, **only: int) -> None:
@@ -82,7 +84,7 @@ class CallSizes:
         """
         for name, value in only.items():
             if getattr(self, name) not in (None, value):
-                raise UsageError(f"{name}={getattr(self, name)}: expected {value} {why}")
+                raise UsageError(f"expected {value} {why}", argument=name, value=getattr(self, name))
 
     def query_dtype(self, q_dtypes: Mapping[str, Sequence[str]]) -> str:
         """The type of the queries: as given, or the first of those that ``q_dtypes`` has for the cache's.
@@ -93,10 +95,14 @@ class CallSizes:
         by_cache = {DTYPES[kv].short: [DTYPES[q].short for q in queries] for kv, queries in q_dtypes.items()}
         q_types = by_cache.get(self.dtype_kv)
         if q_types is None:
-            raise UsageError(f"dtype_kv={self.dtype_kv!r}: expected one of {', '.join(by_cache)}")
+            raise UsageError(f"expected one of {', '.join(by_cache)}", argument="dtype_kv", value=repr(self.dtype_kv))
         dtype = self.dtype_q or q_types[0]
         if dtype not in q_types:
-            raise UsageError(f"dtype_q={self.dtype_q!r}: expected {' or '.join(q_types)} with dtype_kv={self.dtype_kv}")
+            raise UsageError(
+                f"expected {' or '.join(q_types)} with dtype_kv={self.dtype_kv}",
+                argument="dtype_q",
+                value=repr(self.dtype_q),
+            )
         self.check_output_dtype(dtype)
         return dtype
 
@@ -107,7 +113,9 @@ class CallSizes:
             UsageError: it is another; the message begins with ``name=value``.
         """
         if (self.dtype_out or default) not in _OUT_DTYPES:
-            raise UsageError(f"dtype_out={self.dtype_out!r}: expected one of {', '.join(_OUT_DTYPES)}")
+            raise UsageError(
+                f"expected one of {', '.join(_OUT_DTYPES)}", argument="dtype_out", value=repr(self.dtype_out)
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ def explained_operator(sizes: CallSizes) -> Explained:
     part = next((part for part in explained() if part.operation == sizes.operation and part.takes(sizes)), None)
     if part is None:
         operations = ", ".join(sorted({part.operation for part in explained()}))
-        raise UsageError(f"operation={sizes.operation!r}: the {NATIVE} backend has {operations}")
+        raise UsageError(f"the {NATIVE} backend has {operations}", argument="operation", value=repr(sizes.operation))
     return part
 
 

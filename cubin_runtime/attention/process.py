@@ -48,7 +48,7 @@ def _checked(runtime: Any) -> Runtime:
     from .runtime import Runtime
 
     if not isinstance(runtime, Runtime):
-        raise UsageError(f"runtime: got {type(runtime).__name__}, expected a Runtime")
+        raise UsageError(f"got {type(runtime).__name__}, expected a Runtime", argument="runtime")
     return runtime
 
 

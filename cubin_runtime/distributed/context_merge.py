@@ -69,13 +69,13 @@ class ContextParallelMerge:
     ) -> None:
         self._world, self._rank = world_and_rank(group)
         if tokens < 1:
-            raise UsageError(f"tokens={tokens}: expected 1 or more")
+            raise UsageError("expected 1 or more", argument="tokens", value=tokens)
         if heads < 1 or heads % self._world:
-            raise UsageError(f"heads={heads}: expected a multiple of the group's {self._world} ranks")
+            raise UsageError(f"expected a multiple of the group's {self._world} ranks", argument="heads", value=heads)
         if head_dim < 8 or head_dim % 8:
-            raise UsageError(f"head_dim={head_dim}: expected a multiple of 8")
+            raise UsageError("expected a multiple of 8", argument="head_dim", value=head_dim)
         if exchange not in EXCHANGES:
-            raise UsageError(f"exchange={exchange!r}: expected {' or '.join(map(repr, EXCHANGES))}")
+            raise UsageError(f"expected {' or '.join(map(repr, EXCHANGES))}", argument="exchange", value=repr(exchange))
         self.tokens, self.heads, self.head_dim = tokens, heads, head_dim
         self.own_heads = heads // self._world
         self._group, self._lse_base, self._merge_states = group, lse_base, merge
@@ -163,7 +163,7 @@ class ContextParallelMerge:
     @staticmethod
     def _check(name: str, tensor: Any, shape: tuple[int, ...]) -> None:
         if tensor is not None and tuple(tensor.shape) != shape:
-            raise UsageError(f"{name}: shape {tuple(tensor.shape)}, expected {shape}")
+            raise UsageError(f"shape {tuple(tensor.shape)}, expected {shape}", argument=name)
 
 
 class _Packed:

@@ -40,7 +40,7 @@ class HeadGather:
         """
         heads, tokens, dim = self._sent.shape
         if tuple(q.shape) != (tokens, heads, dim):
-            raise UsageError(f"q: shape {tuple(q.shape)}, expected {(tokens, heads, dim)}")
+            raise UsageError(f"shape {tuple(q.shape)}, expected {(tokens, heads, dim)}", argument="q")
         self._sent.copy_(q.transpose(0, 1))
         all_gather(self._received, self._sent, self._group)
         return self._received.transpose(0, 1)

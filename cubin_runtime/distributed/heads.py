@@ -28,13 +28,15 @@ class HeadShare:
             UsageError: the rank is not below ``world``, or the heads do not divide evenly.
         """
         if not 0 <= rank < world:
-            raise UsageError(f"rank={rank}: expected 0 to {world - 1}, below the world's {world}")
+            raise UsageError(f"expected 0 to {world - 1}, below the world's {world}", argument="rank", value=rank)
         if kv_heads < 1 or q_heads % kv_heads:
-            raise UsageError(f"q_heads={q_heads}: expected a multiple of kv_heads={kv_heads}")
+            raise UsageError(f"expected a multiple of kv_heads={kv_heads}", argument="q_heads", value=q_heads)
         if q_heads % world:
-            raise UsageError(f"q_heads={q_heads}: expected a multiple of the world's {world} ranks")
+            raise UsageError(f"expected a multiple of the world's {world} ranks", argument="q_heads", value=q_heads)
         if world % kv_heads and kv_heads % world:
-            raise UsageError(f"kv_heads={kv_heads}: expected a multiple or a divisor of the world's {world} ranks")
+            raise UsageError(
+                f"expected a multiple or a divisor of the world's {world} ranks", argument="kv_heads", value=kv_heads
+            )
         sharers = max(1, world // kv_heads)
         own_kv_heads = max(1, kv_heads // world)
         own_q_heads = q_heads // world

@@ -30,11 +30,13 @@ class KvPartition:
 
     def __post_init__(self) -> None:
         if self.world < 1:
-            raise UsageError(f"world={self.world}: expected 1 or more")
+            raise UsageError("expected 1 or more", argument="world", value=self.world)
         if not 0 <= self.rank < self.world:
-            raise UsageError(f"rank={self.rank}: expected 0 to {self.world - 1}, below the world's {self.world}")
+            raise UsageError(
+                f"expected 0 to {self.world - 1}, below the world's {self.world}", argument="rank", value=self.rank
+            )
         if self.interleave < 1:
-            raise UsageError(f"interleave={self.interleave}: expected 1 or more")
+            raise UsageError("expected 1 or more", argument="interleave", value=self.interleave)
 
     @classmethod
     def blocked(cls, world: int, rank: int, max_seq_len: int) -> KvPartition:

@@ -26,6 +26,7 @@ def device_ordinal(device: Device) -> int:
         ordinal = int(value)
     if not isinstance(ordinal, int) or isinstance(ordinal, bool) or ordinal < 0:
         raise UsageError(
-            f"device: got {device!r}, expected an ordinal, a CUDA device of torch, one of cuda.core or a CUdevice"
+            f"got {device!r}, expected an ordinal, a CUDA device of torch, one of cuda.core or a CUdevice",
+            argument="device",
         )
     return ordinal

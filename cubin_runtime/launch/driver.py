@@ -273,7 +273,7 @@ class Driver:
     def allocate(self, nbytes: int) -> int:
         """Device address of ``nbytes`` (at least 1) new bytes, aligned to 256 or more, not cleared."""
         if nbytes < 1:
-            raise UsageError(f"nbytes={nbytes}: expected at least 1")
+            raise UsageError("expected at least 1", argument="nbytes", value=nbytes)
         return self.out_pointer("cuMemAlloc", nbytes)
 
     def free(self, address: int) -> None:
@@ -342,13 +342,13 @@ class Driver:
     def fill(self, address: int, value: int, nbytes: int, stream: int) -> None:
         """Set ``nbytes`` bytes to ``value`` (0 to 255) in stream order."""
         if not 0 <= value <= 255:
-            raise UsageError(f"value={value}: expected 0 to 255")
+            raise UsageError("expected 0 to 255", argument="value", value=value)
         self.call("cuMemsetD8Async", address, value, nbytes, stream)
 
     def fill_words(self, address: int, value: int, words: int, stream: int) -> None:
         """Set ``words`` 32-bit words at a 4-byte aligned address to ``value`` (unsigned) in stream order."""
         if not 0 <= value < 1 << 32:
-            raise UsageError(f"value={value}: expected 0 to {(1 << 32) - 1}")
+            raise UsageError(f"expected 0 to {(1 << 32) - 1}", argument="value", value=value)
         self.call("cuMemsetD32Async", address, value, words, stream)
 
     # Streams, events and graphs

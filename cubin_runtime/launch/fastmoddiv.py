@@ -37,7 +37,7 @@ class FastModDiv:
             UsageError: the divisor is outside that range.
         """
         if not 1 <= divisor <= INT32_MAX:
-            raise UsageError(f"divisor={divisor}: expected 1 to {INT32_MAX}")
+            raise UsageError(f"expected 1 to {INT32_MAX}", argument="divisor", value=divisor)
         # With l = ceil(log2 divisor), ceil(2**(31+l) / divisor) has an error too small to matter below 2**31.
         bits = (divisor - 1).bit_length()
         return cls(divisor, -(-(1 << (31 + bits)) // divisor), 0, bits - 1)

@@ -49,11 +49,13 @@ class LaunchAttributes:
             limit = _LARGEST_CLUSTER if self.nonportable_cluster else _PORTABLE_CLUSTER
             if prod(self.cluster) > limit:
                 raise UsageError(
-                    f"cluster={self.cluster}: {prod(self.cluster)} blocks, expected at most {limit} "
-                    f"with nonportable_cluster={self.nonportable_cluster}"
+                    f"{prod(self.cluster)} blocks, expected at most {limit} "
+                    f"with nonportable_cluster={self.nonportable_cluster}",
+                    argument="cluster",
+                    value=self.cluster,
                 )
         if self.scheduling_policy is not None and self.scheduling_policy not in POLICIES:
-            raise UsageError(f"scheduling_policy={self.scheduling_policy}: expected one of {POLICIES}")
+            raise UsageError(f"expected one of {POLICIES}", argument="scheduling_policy", value=self.scheduling_policy)
 
     def entries(self) -> tuple[tuple[int, bytes], ...]:
         """(CUlaunchAttributeID, value bytes) as they are passed: cluster, policy, PDL (always there)."""
@@ -105,12 +107,14 @@ class LaunchPlan:
         _check_triple("grid", self.grid, _GRID_LIMIT)
         _check_triple("block", self.block, _BLOCK_LIMIT)
         if self.threads > _THREADS_LIMIT:
-            raise UsageError(f"block={self.block}: {self.threads} threads, expected at most {_THREADS_LIMIT}")
+            raise UsageError(
+                f"{self.threads} threads, expected at most {_THREADS_LIMIT}", argument="block", value=self.block
+            )
         if not 0 <= self.shared_bytes < 1 << 32:
-            raise UsageError(f"shared_bytes={self.shared_bytes}: expected 0 or more")
+            raise UsageError("expected 0 or more", argument="shared_bytes", value=self.shared_bytes)
         cluster = self.attributes.cluster
         if cluster and any(blocks % by for blocks, by in zip(self.grid, cluster, strict=True)):
-            raise UsageError(f"grid={self.grid}: expected multiples of the cluster {cluster}")
+            raise UsageError(f"expected multiples of the cluster {cluster}", argument="grid", value=self.grid)
         named = self.layout.names
         if named != self.values.keys():
             raise UsageError(
@@ -155,4 +159,4 @@ def _attribute_array(attributes: LaunchAttributes) -> tuple[ctypes.Array[api.Lau
 
 def _check_triple(name: str, value: Triple, limits: Triple) -> None:
     if len(value) != 3 or min(value) < 1 or any(map(gt, value, limits)):
-        raise UsageError(f"{name}={value}: expected three numbers from 1 to {limits}")
+        raise UsageError(f"expected three numbers from 1 to {limits}", argument=name, value=value)

@@ -51,7 +51,7 @@ class SemaphoreWorkspace:
         for name, tensor in (("semaphores", semaphores), ("scratch", scratch)):
             view = view_of(tensor, name, written=True)
             if not view.is_contiguous:
-                raise UsageError(f"{name}: strides {view.strides}, expected a contiguous tensor")
+                raise UsageError(f"strides {view.strides}, expected a contiguous tensor", argument=name)
             parts.append((view.pointer, prod(view.shape) * ITEM_BYTES[view.dtype]))
         return cls(parts[0], parts[1], owner=(semaphores, scratch))
 
@@ -80,4 +80,6 @@ AnyWorkspace = Workspace | SemaphoreWorkspace
 def check_workspace(workspace: object) -> None:
     """Raise ``UsageError`` for anything else, such as a tensor."""
     if not isinstance(workspace, (Workspace, SemaphoreWorkspace)):
-        raise UsageError(f"workspace: got {type(workspace).__name__}, expected a Workspace or a SemaphoreWorkspace")
+        raise UsageError(
+            f"got {type(workspace).__name__}, expected a Workspace or a SemaphoreWorkspace", argument="workspace"
+        )

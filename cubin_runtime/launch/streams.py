@@ -41,7 +41,9 @@ def stream_handle(stream: Any) -> int:
     text = type(stream).__name__
     if text in _BINDINGS:
         return _one_name(int(stream))
-    raise UsageError(f"stream: got {text}, expected an int, __cuda_stream__, a torch stream or one of cuda.bindings")
+    raise UsageError(
+        f"got {text}, expected an int, __cuda_stream__, a torch stream or one of cuda.bindings", argument="stream"
+    )
 
 
 def is_default(stream: int) -> bool:
@@ -52,5 +54,7 @@ def is_default(stream: int) -> bool:
 def _one_name(handle: int) -> int:
     if not 0 <= handle < _HANDLES:
         text = handle if abs(handle) < _HANDLES else f"an integer of {handle.bit_length()} bits"
-        raise UsageError(f"stream={text}: expected a handle, which is not negative and has at most 64 bits")
+        raise UsageError(
+            "expected a handle, which is not negative and has at most 64 bits", argument="stream", value=text
+        )
     return 0 if handle == LEGACY else int(handle)

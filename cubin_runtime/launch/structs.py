@@ -63,7 +63,7 @@ class PlacedField:
                 raise TypeError(f"expected a sequence of {kind.count}")
             return b"".join(SCALARS[kind.name].pack(_plain(kind.name, item)) for item in value)
         except (struct.error, TypeError, ValueError, OverflowError) as error:
-            raise UsageError(f"{self.name}={value!r}: expected {self.type} ({error})") from error
+            raise UsageError(f"expected {self.type} ({error})", argument=self.name, value=repr(value)) from error
 
     def decode(self, data: bytes) -> object:
         """The member's value: a number, FastModDiv, a tuple for arrays, bytes for descriptors."""
@@ -129,7 +129,7 @@ class StructLayout:
             UsageError: a name is no C identifier or occurs twice, a type is unknown, or there is no ``Field``.
         """
         if tensor_map_alignment not in (64, 128):
-            raise UsageError(f"tensor_map_alignment={tensor_map_alignment}: expected 64 or 128")
+            raise UsageError("expected 64 or 128", argument="tensor_map_alignment", value=tensor_map_alignment)
         if not _IDENTIFIER.match(name) or not fields:
             raise UsageError(f"struct {name!r}, {len(fields)} fields: expected a C identifier and some fields")
         placed: dict[str, PlacedField] = {}

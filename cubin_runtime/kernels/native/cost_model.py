@@ -173,7 +173,7 @@ def restated(costs: Costs, constants: Mapping[str, float]) -> Costs:
         if name not in defaults:
             raise UsageError(f"constant {name!r}: expected one of {', '.join(defaults)}")
         if not value > 0 or (isinstance(defaults[name], int) and not isinstance(value, int)):
-            raise UsageError(f"{name}={value}: expected {type(defaults[name]).__name__} above 0")
+            raise UsageError(f"expected {type(defaults[name]).__name__} above 0", argument=name, value=value)
     kernels = HashedOnce(
         kernel._replace(**{c: constants.get(_name(kernel, c), getattr(kernel, c)) for c in _OF_KERNELS})
         for kernel in costs.kernels

@@ -47,7 +47,9 @@ def device_named(name: str) -> DeviceFacts:
     lower = name.lower().removeprefix("nvidia ").strip()
     gpu = next((name_of_gpu for name_of_gpu in _NAMED if name_of_gpu.lower() == lower), None)
     if gpu is None:
-        raise UsageError(f"device_facts={name!r}: expected DeviceFacts or one of {', '.join(sorted(_NAMED))}")
+        raise UsageError(
+            f"expected DeviceFacts or one of {', '.join(sorted(_NAMED))}", argument="device_facts", value=repr(name)
+        )
     return describe_device(_NAMED[gpu], name=f"NVIDIA {gpu}")
 
 

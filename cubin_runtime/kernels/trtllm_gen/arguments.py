@@ -60,7 +60,7 @@ def dtype_of(name: str, tensor: TensorView) -> str:
     try:
         return TENSOR_DTYPES[tensor.dtype]
     except KeyError:
-        raise UsageError(f"{name}: dtype {tensor.dtype!r}, expected one of {', '.join(TENSOR_DTYPES)}") from None
+        raise UsageError(f"dtype {tensor.dtype!r}, expected one of {', '.join(TENSOR_DTYPES)}", argument=name) from None
 
 
 def check_rank(name: str, tensor: TensorView, *ranks: int) -> None:
@@ -80,7 +80,7 @@ def check_sage(sage: Sage) -> None:
 def check_length(name: str, value: int) -> None:
     """Raise ``UsageError`` unless ``value`` is a length that an int32 holds."""
     if not 1 <= value <= INT32_MAX:
-        raise UsageError(f"{name}={value}: expected 1 to {INT32_MAX}")
+        raise UsageError(f"expected 1 to {INT32_MAX}", argument=name, value=value)
 
 
 def check_out_scales(scales: OutScales) -> None:
