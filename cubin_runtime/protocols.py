@@ -44,7 +44,7 @@ class CudaArray(Protocol):
 
     @property
     def __cuda_array_interface__(self) -> Any:
-        """Its address, shape, strides and element type."""
+        """The address, shape, strides and element type."""
 
 
 class CudaStream(Protocol):
@@ -85,7 +85,7 @@ class TorchDevice(Protocol):
 
     @property
     def type(self) -> str:
-        """Its kind."""
+        """The kind of the device."""
 
     @property
     def index(self) -> int | None:

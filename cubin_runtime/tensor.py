@@ -56,7 +56,7 @@ class TensorView:
 
     @property
     def spec(self) -> TensorSpec:
-        """Its dtype, shape and strides."""
+        """The dtype, shape and strides of the tensor."""
         return TensorSpec(self.dtype, self.shape, self.strides, self.device)
 
     @property

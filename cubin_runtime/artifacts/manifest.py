@@ -95,7 +95,7 @@ def _line_fault(line: str) -> str:
 
 
 def _check_no_file_is_a_folder(digests: Mapping[ArtifactPath, str], origin: str) -> None:
-    """In the order where ``/`` comes before all else a file is followed by what lies below it."""
+    """Check that no path continues another; sorted with ``/`` first, a file is followed by what lies below it."""
     ordered = sorted(path.text.replace("/", "\0") for path in digests)
     folders = {one.replace("\0", "/") for one, after in pairwise(ordered) if after.startswith(f"{one}\0")}
     if folders:

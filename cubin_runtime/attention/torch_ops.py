@@ -21,7 +21,7 @@ _PAIR = "Tensor[]"  # K and V, or one tensor
 
 
 class TorchScratch:
-    """In the place of a workspace: where an op takes its scratch from."""
+    """A value in the place of a workspace that tells where an op takes its scratch from."""
 
 
 TORCH_SCRATCH = TorchScratch()  # memory of torch's allocator, for one run

@@ -148,7 +148,7 @@ def _was_interrupted(error: BaseException | None) -> bool:
 
 @contextmanager
 def _interrupted_by_sigterm() -> Iterator[None]:
-    """In the block SIGTERM does what Ctrl-C does; the first process of a container would ignore it otherwise."""
+    """Let SIGTERM do in the block what Ctrl-C does; the first process of a container would ignore it otherwise."""
     import signal
 
     ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL

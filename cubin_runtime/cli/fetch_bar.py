@@ -30,7 +30,7 @@ class FetchBar:
         self._seen: deque[tuple[float, int, int]] = deque()
 
     def advance(self, files: int) -> None:
-        """So many more files are there (0: a sign of life); the first call is for those that were there before."""
+        """Count more files (0: a sign of life); the first call is for those that were there before."""
         self._done += files
         now = time.monotonic()
         if not self._seen or now - self._seen[-1][0] >= 0.1:

@@ -24,7 +24,7 @@ __all__ = ["FlashMLASchedMeta", "flash_mla_with_kvcache", "get_mla_metadata"]
 
 @dataclass(frozen=True, slots=True)
 class FlashMLASchedMeta:
-    """In the place of FlashMLA's scheduling metadata; ours need none."""
+    """A stand-in for FlashMLA's scheduling metadata; kernels here need none."""
 
 
 def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta, None]:

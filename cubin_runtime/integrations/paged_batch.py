@@ -38,7 +38,7 @@ class Part(NamedTuple):
 
     @property
     def where(self) -> slice:
-        """Its rows among those of the step."""
+        """The rows of the part among those of the step."""
         return slice(self.first_row, self.first_row + self.rows)
 
 

@@ -43,7 +43,7 @@ class DeviceFacts:
 
 
 class Life(Protocol):
-    """Of something that uses memory."""
+    """The life of something that uses memory."""
 
     @property
     def ended(self) -> bool:

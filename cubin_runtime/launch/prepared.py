@@ -178,7 +178,7 @@ class PreparedLaunches:
         return contents
 
     def _again(self, code: int, stream: int, config: Any, function: Any, arguments: Any) -> bool:
-        """Once more with the kernel's context current, which the default streams are meant in; else the error.
+        """Launch again with the kernel's context current, which the default streams are meant in; else raise the error.
 
         True: the stream is of another context of the device, and nothing was launched.
         """

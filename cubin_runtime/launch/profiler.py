@@ -17,12 +17,12 @@ class Profiler:
         self._push, self._pop = _ranges()
 
     def enter(self, kernel: str) -> float:
-        """Before a launch of ``kernel``; the time."""
+        """Begin a launch of ``kernel``; return the time."""
         self._push(f"cubin_runtime:{kernel}")
         return time.perf_counter()
 
     def leave(self, begin: float) -> None:
-        """Behind the launch that ``enter`` gave the time of; of threads that end at once one may go uncounted."""
+        """End the launch that ``enter`` gave the time of; of threads that end at once one may go uncounted."""
         self.seconds += time.perf_counter() - begin
         self._pop()
 

@@ -41,7 +41,7 @@ class SemaphoreWorkspace:
 
     @classmethod
     def of(cls, semaphores: Tensor, scratch: Tensor) -> SemaphoreWorkspace:
-        """Over two contiguous CUDA tensors of any shape and dtype, which it keeps alive.
+        """Return a workspace over two contiguous CUDA tensors of any shape and dtype, which it keeps alive.
 
         Raises:
             UsageError: one is no such tensor.

@@ -53,7 +53,7 @@ class Artifact:
 
 
 class ArtifactLoader:
-    """From one store and its sources; whatever it hands over fits the digest that was wanted."""
+    """Artifacts from one store and its sources; the bytes of each match the digest of its request."""
 
     def __init__(self, store: Store, source_list: SourceList, policy: FetchPolicy) -> None:
         self._store, self._sources, self._policy = store, source_list, policy
@@ -72,7 +72,7 @@ class ArtifactLoader:
             return False
 
     def at_hand(self, pin: Pin, request: FileRequest) -> tuple[Artifact | None, list[CubinRuntimeError]]:
-        """From the store or a local source in place, hashed; else the reasons why not."""
+        """Return the artifact from the store or a local source in place, hashed; else the reasons why not."""
         digest = listed_digest(request)
         reasons: list[CubinRuntimeError] = []
         outer = sys.exc_info()[1]

@@ -27,7 +27,7 @@ class PinnedManifests:
         return self._bytes[pin.manifest_sha256]
 
     def of(self, pin: Pin, *, network: bool) -> Manifest:
-        """From the store or a local source or, with ``network``, from any source.
+        """Return the manifest from the store or a local source or, with ``network``, from any source.
 
         Raises:
             PinError: what is there is not the pinned manifest.

@@ -84,7 +84,7 @@ def read_pin_file(file: Path, keys: Sequence[PinKey], state: Path | None = None)
 
 
 def signers_of(file: Path, data: bytes, keys: Sequence[PinKey]) -> tuple[PinKey, ...]:
-    """Those of the keys that signed ``data``, at least one, by the signatures beside ``file``.
+    """Return those of the keys that signed ``data``, at least one, by the signatures beside ``file``.
 
     Raises:
         SignatureError: there is no signature, it has no known form, or none of the keys made it.

@@ -181,7 +181,7 @@ def _read(library: Library, items: Sequence[_Item], item: _Item) -> bytes:
 
 
 def _write_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo, data: bytes) -> None:
-    """In pieces, as what is compressed at once would be in memory twice."""
+    """Write in pieces: bytes that are compressed at once would be in memory twice."""
     with archive.open(member, "w") as opened:
         for start in range(0, len(data), _CHUNK):
             opened.write(memoryview(data)[start : start + _CHUNK])

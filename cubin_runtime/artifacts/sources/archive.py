@@ -111,7 +111,7 @@ class ArchiveSource:
         return f"{self.file}!{name}" if name else None
 
     def forget(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: this source keeps nothing."""
 
     def close(self) -> None:
         """Close the archive."""

@@ -59,10 +59,10 @@ class DirectorySource:
         return str(file) if os.path.isfile(file) else None
 
     def forget(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: this source keeps nothing."""
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Do nothing: this source holds nothing open."""
 
 
 def _names_below(base: str, without: Collection[str] = ()) -> set[str]:

@@ -58,7 +58,7 @@ class Pace:
         self.count(0)
 
     def count(self, size: int) -> None:
-        """So many bytes of payload came."""
+        """Count bytes of payload."""
         self._in_window += size
         if self._tick is not None:
             self._tick()

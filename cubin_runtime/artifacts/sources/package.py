@@ -77,10 +77,10 @@ class PackageSource:
         return next((place for r in self.roots(folder) if (place := r.where(path, folder))), None)
 
     def forget(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: this source keeps nothing."""
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Do nothing: this source holds nothing open."""
 
 
 def _installed_manifests() -> Iterator[str]:

@@ -52,10 +52,10 @@ class _OfflineSource:
         raise SourceError(f"{self.label}: skipped, the network is disabled (offline)")
 
     def forget(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: this source keeps nothing."""
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Do nothing: this source holds nothing open."""
 
 
 class SourceList:
@@ -86,7 +86,7 @@ class SourceList:
         return not self._offline and any(spec.kind == "http" for spec in self.specs(pin))
 
     def local_sources(self, pin: Pin) -> list[LocalSource]:
-        """Those of the sources that need no network."""
+        """The sources that need no network."""
         return [self.local(spec) for spec in self.specs(pin) if spec.kind != "http"]
 
     def local(self, spec: SourceSpec) -> LocalSource:

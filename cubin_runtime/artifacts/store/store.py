@@ -52,7 +52,7 @@ class Store:
         return sha256 in self.look((sha256,))[0]
 
     def present(self, digests: Iterable[str]) -> set[str]:
-        """Those of ``digests`` that ``has`` would find; each folder is looked into once.
+        """Return those of ``digests`` that ``has`` would find; each folder is read once.
 
         Raises:
             StoreError: the store cannot be read.
@@ -60,7 +60,7 @@ class Store:
         return self.look(digests)[0]
 
     def look(self, digests: Iterable[str]) -> tuple[set[str], set[str]]:
-        """Those of ``digests`` that are present, and those in whose place something else stands.
+        """Return those of ``digests`` that are present, and those in whose place something else stands.
 
         Raises:
             StoreError: the store cannot be read.
@@ -287,7 +287,7 @@ def _checked(sha256: str) -> str:
 
 
 def _entries(folder: int, names: set[str]) -> Iterator[tuple[str, bool]]:
-    """Those of ``names`` that stand in a folder, and whether each is a regular file."""
+    """Return those of ``names`` that stand in a folder, and whether each is a regular file."""
     if len(names) >= _MANY:
         with os.scandir(folder) as entries:
             yield from ((e.name, e.is_file(follow_symlinks=False)) for e in entries if e.name in names)

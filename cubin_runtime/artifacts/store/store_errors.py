@@ -15,7 +15,7 @@ _NOT_WRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 
 def missing_or_store_error(error: OSError, sha256: str, create: bool) -> MissingError | StoreError:
-    """For a folder of an object that could not be opened; ``create``: it was to be made."""
+    """Return the error of an object's folder that could not be opened; ``create``: it was to be made."""
     place = error.filename
     if error.errno == errno.ENOENT and not create:
         return MissingError(f"the store has no object {sha256} ({place} does not exist)")

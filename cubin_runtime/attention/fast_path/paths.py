@@ -23,7 +23,7 @@ class Binding:
 
     @classmethod
     def of(cls, operator: Callable[..., Any]) -> Binding:
-        """Of a function's parameters."""
+        """Return the binding of a function's parameters."""
         parameters = list(inspect.signature(operator).parameters.values())
         defaults = {
             parameter.name: parameter.default for parameter in parameters if parameter.default is not parameter.empty

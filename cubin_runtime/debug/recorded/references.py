@@ -24,7 +24,7 @@ _MLA_WIDTHS = {576: 512, 320: 256}
 
 
 class NoReferenceError(Exception):
-    """There is no reference for a call of this kind; the message states why."""
+    """A call of this kind has no reference; the message states why."""
 
 
 class Reference(NamedTuple):

@@ -226,7 +226,7 @@ def _chunks(
 
 
 def _at(attention_mask: Any, positions: Any) -> Any:
-    """Its columns at these positions; a position that it does not reach is a token."""
+    """Return the columns of a mask at these positions; a position that it does not reach is a token."""
     last = attention_mask.shape[1] - 1
     return attention_mask[:, positions.clamp(max=last)] | (positions > last)
 

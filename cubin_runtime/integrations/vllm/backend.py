@@ -229,7 +229,7 @@ class CubinRuntimeMetadataBuilder(AttentionMetadataBuilder[PagedBatch]):  # type
         return most, step.query_start_loc[: decodes + 1]
 
     def update_draft_decode_metadata(self, metadata: PagedBatch) -> None:
-        """Nothing is to do, see ``supports_draft_decode_metadata_update``."""
+        """Do nothing, see ``supports_draft_decode_metadata_update``."""
 
     def update_block_table(self, metadata: PagedBatch, blk_table: torch.Tensor, slot_mapping: Any) -> PagedBatch:
         """A copy of a step's metadata with the pages of another group of layers like these."""

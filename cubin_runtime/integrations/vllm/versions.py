@@ -104,7 +104,7 @@ class CacheLayouts:
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
-        """Those whose pages lie in one piece; the first is the fastest."""
+        """Return the layouts whose pages lie in one piece; the first is the fastest."""
         from vllm.v1.kv_cache_interface import KVCacheLayout
 
         return (KVCacheLayout.LBHNC, KVCacheLayout.LBNHC, KVCacheLayout.BLHNC, KVCacheLayout.BLNHC)

@@ -160,7 +160,7 @@ def _chosen(selection: Selection) -> Candidate:
 
 
 def _candidates(selection: Selection, device: DeviceFacts) -> list[Candidate]:
-    """Those built for the device: the chosen one, the others that fit by their time, those that do not fit."""
+    """Return the candidates built for the device: the chosen one, others that fit by time, those that do not fit."""
 
     def order(candidate: Candidate) -> tuple[bool, float, bool]:
         microseconds = candidate.estimate.microseconds if candidate.estimate else 0.0

@@ -108,7 +108,7 @@ def _after_splitting(problem: Problem, key: KernelKey, ctas_kv: int, ctas: int, 
 
 
 def _with_split_values(problem: Problem, key: KernelKey, ctas: int) -> KernelKey:
-    """For MLA on a partly filled GPU: divide the value dimension among more CTAs."""
+    """Divide the value dimension of MLA among more CTAs on a partly filled GPU."""
     if not problem.is_mla or key.two_cta or key.head_dim_per_cta_v != SPLIT_HEAD_DIM:
         return key
     short = problem.batch == 1 and problem.max_q <= 16 and problem.head_dim_qk == 576
