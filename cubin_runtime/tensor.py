@@ -20,7 +20,7 @@ _DLPACK_E4M3FN = 10  # a code that says the width itself
 _READ_ONLY, _COPIED = 1, 2  # flags of version 1
 _ARRAY_KINDS = {"i": "int", "u": "uint", "f": "float", "b": "bool"}
 _TO_PLAN = "; a plan with device_facts='H200', or of another GPU, takes it"
-_BOOL = "bool8"  # what a kind with its width makes of bool
+_BOOL = "bool8"  # the name of bool by its kind and width
 
 
 class TensorSpec(NamedTuple):
@@ -74,7 +74,7 @@ Tensor = TensorView | DLPackTensor | CudaArray
 """A tensor on a device, of any library: torch, CuPy, JAX, cuda.core, whatever has ``__dlpack__`` or
 ``__cuda_array_interface__``, or a ``TensorView``."""
 Scale = float | TensorView | DLPackTensor | CudaArray  # a number, or one on the device
-# What an operator returns: the caller's output, or one of the library that the query is of.
+# The types of an operator's output: the caller's tensor, or one of the library that the query is of.
 QueryT = TypeVar("QueryT", bound=Tensor)
 OutT = TypeVar("OutT", bound=Tensor)
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 TEMPORARY = ".tmp-cubin-runtime-"
-UNIQUE = r"(?P<host>.{0,64})-(?P<process>[0-9]{1,10})-[0-9a-f]{16}"  # what ``unique_name`` gives
+UNIQUE = r"(?P<host>.{0,64})-(?P<process>[0-9]{1,10})-[0-9a-f]{16}"  # the form of a ``unique_name``
 # Errors of file systems that have no locks, or none left.
 _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
 _NEW_FILE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC

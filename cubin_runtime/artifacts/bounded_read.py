@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ..errors import CorruptError, StoreError
 
-MAX_FILE_BYTES = 1 << 30  # what no pin's max_file_bytes exceeds
+MAX_FILE_BYTES = 1 << 30  # the upper bound of max_file_bytes in pins
 OPEN_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
 
 _KINDS = {

@@ -20,7 +20,7 @@ MAX_DIRECTORY_BYTES = 32 << 20
 MAX_MEMBERS = 1 << 18  # a manifest of the largest size lists fewer files
 
 _PIECE = 1 << 18
-_PLACE = struct.Struct("<QQQIHH")  # what is kept of a member: tuples and numbers would take five times the memory
+_PLACE = struct.Struct("<QQQIHH")  # the kept facts of a member: tuples and numbers would take five times the memory
 _ENTRY = b"PK\x01\x02"
 _LOCAL_HEADER = b"PK\x03\x04"
 _UTF8_FLAG = 8  # in the high byte of the flags

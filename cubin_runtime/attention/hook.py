@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# What records a process by its configuration, found by name: nothing here imports the layer above.
+# The module that records a process by its configuration; its name is text, as this layer imports none above.
 _RECORDER = "cubin_runtime.debug.recorded.recorder"
 
 

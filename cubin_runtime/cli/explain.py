@@ -25,7 +25,7 @@ TRTLLM_GEN_SMS = (100, 103)
 BACKENDS = ("auto", "native", "trtllm-gen")
 POLICIES = ("best", "reference")
 FAMILIES = {"decode": "decode", "prefill": "context"}  # --family -> --op
-# What only one of the backends has, besides the fields of its `CallSizes` or `Shapes`, by the parameters' names.
+# Parameters of only one of the backends, besides the fields of its `CallSizes` or `Shapes`.
 NATIVE_ONLY = frozenset({"gpu"})
 TRTLLM_GEN_ONLY = frozenset({"case", "cases", "out", "both", "policy"})
 # Options that native operators have too, but that do not change the launch.

@@ -132,7 +132,7 @@ def flashinfer_env(
     lines = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     for line in lines:
-        # what is escaped, redacted or replaced would lead elsewhere; JSON has an escape for each character
+        # an escaped, redacted or replaced path would lead elsewhere; JSON has an escape for each character
         if output.escape(line) != line or (not json and line.encode(encoding, "ignore").decode(encoding) != line):
             raise UsageError(f"{folder}: the standard output cannot show this path as it is; use another folder")
     if json:

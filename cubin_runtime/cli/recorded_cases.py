@@ -143,7 +143,7 @@ def _is_scale(value: object) -> bool:
     return value is None or _is_number(value)
 
 
-# What each stated value must be; others are not looked at.
+# The checks of stated values; others are not looked at.
 _OF_CASE: Mapping[str, Callable[[object], bool]] = {
     "sm": _is_int,
     "batch_invariant": _is_bool,

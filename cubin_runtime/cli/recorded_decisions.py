@@ -32,7 +32,7 @@ from ..launch.tensormap import (
 from .recorded_cases import CaseError, case_in, occupancy_of, problem_of
 
 Json = dict[str, Any]
-# What stands for each descriptor in `params_hex`: 128 copies of one byte.
+# Each descriptor in `params_hex` is 128 copies of one byte.
 MARKERS: Mapping[str, int] = {name: 0xC1 + place for place, name in enumerate(DESCRIPTORS)}
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 _MARKED = {name: bytes((marker,)) * TENSOR_MAP_BYTES for name, marker in MARKERS.items()}

@@ -13,7 +13,7 @@ from .collectives import all_gather, all_to_all, reduce_scatter, world_and_rank
 ALL_TO_ALL, GATHER_REDUCE = "all_to_all", "gather_reduce"
 EXCHANGES = (ALL_TO_ALL, GATHER_REDUCE)
 _NARROW = 8  # the fewest columns of an output
-_ROW_BYTES = 16  # what the merge reads at a time; the log-sum-exp of a row has as much to itself
+_ROW_BYTES = 16  # the merge reads so much at a time; the log-sum-exp of a row has as much to itself
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from ..kernels.native.prefill.select import SEGMENT_HEAD_DIMS
 if TYPE_CHECKING:
     from .scratch import SharedScratch
 
-# What both operators have kernels for, bf16 and fp16.
+# The head sizes that both operators have kernels for, in bf16 and fp16.
 HEAD_SIZES = (64, 128, 256)
 BLOCK_SIZES = PAGE_SIZES
 

@@ -36,7 +36,7 @@ class SharedScratch:
         self._sizes = (0, 0)
         self._limits: Limits = Limits(0, 0, 0)
         self._workspaces: dict[int, SemaphoreWorkspace] = {}
-        self.ready: set[Hashable] = set()  # what layers noted as done
+        self.ready: set[Hashable] = set()  # the work that layers noted as done
 
     def serve(self, stream: int) -> None:
         """Have scratch for another stream too, on which no graph is captured; ``cover`` makes it."""

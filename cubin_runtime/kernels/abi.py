@@ -15,7 +15,7 @@ ABIS: Mapping[str, str] = {
     "trtllm-gen-0.6.13": "cubin_runtime.kernels.trtllm_gen.params",
     f"hopper-{KERNELS_VERSION}": "cubin_runtime.kernels.native.layouts",
 }
-# What was recorded for releases whose metadata carries no fingerprint: ABI -> struct -> (size, fingerprint).
+# Recorded for releases whose metadata carries no fingerprint: ABI -> struct -> (size, fingerprint).
 RECORDED: Mapping[str, Mapping[str, tuple[int, str]]] = {
     "trtllm-gen-0.6.13": {
         "KernelParams": (1280, "1a49d46c2b7e2463458eb8c28df50506da0dc46f1b08db10b3eaff0f0b8d17b8"),

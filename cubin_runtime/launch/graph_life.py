@@ -36,7 +36,7 @@ class GraphLife:
         libc.sem_init(semaphore, 0, 0)
         self._semaphore: int | None = semaphore
         post = ctypes.cast(libc.sem_post, ctypes.c_void_p).value or 0
-        # Where this fails, the driver may have the address all the same, so the memory stays.
+        # If this fails, the driver may have the address all the same, so the memory stays.
         driver.retain_in_graph(graph, semaphore, post)
         _alive.add(self)
 

@@ -21,7 +21,7 @@ from .streams import is_default
 from .structs import StructLayout
 from .tensormap import MovedDescriptors, TensorMapCache
 
-# What the driver answers where another context is current than a default stream is meant in, or none.
+# Errors of the driver if another context is current than a default stream is meant in, or none.
 _ELSEWHERE = (api.INVALID_CONTEXT, api.INVALID_HANDLE)
 _NOT_WRITTEN = (IndexError, struct.error, TypeError, OverflowError)  # no spare block, or a value does not fit
 

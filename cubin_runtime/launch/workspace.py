@@ -263,7 +263,7 @@ def _new_memory(driver: Driver, context: int, nbytes: int, stream: int) -> tuple
                 "make it before, with prepare(stream)"
             )
         _check_device(driver, context, stream)
-        # What the stream had before is used again in its order; freeing would wait for all work of the device.
+        # A buffer that the stream had before is used again in its order; freeing would wait for all work of the device.
         memory = driver.waiting_for(context, max(1, nbytes), owner_of(driver, stream))
         if memory is None:
             driver.free_waiting()

@@ -52,7 +52,7 @@ def _on_standin(main: Callable[[Device], None], why: str) -> None:
         print("no GPU: launches go to a stand-in driver, which checks and records them and computes nothing")
         with StandInDevice(standin) as device:
             runtime = Runtime(driver=device.driver)
-            with suppress(CubinRuntimeError):  # what needs kernels says itself that there are none
+            with suppress(CubinRuntimeError):  # a test that needs kernels says itself that there are none
                 for kernel in runtime.native_release().kernels:
                     standin.add_kernel(kernel.symbol, (kernel.struct_bytes,), kernel.threads)
             set_default_runtime(runtime)

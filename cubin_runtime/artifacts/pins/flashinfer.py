@@ -130,7 +130,7 @@ def _constants(tree: ast.Module, name: str) -> dict[str, object]:
             if not isinstance(line, ast.AnnAssign | ast.Assign) or line.value is None:
                 continue
             targets = [line.target] if isinstance(line, ast.AnnAssign) else line.targets
-            # what is computed, such as the table of all manifests, is passed over
+            # computed values, such as the table of all manifests, are passed over
             with suppress(ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
                 value = ast.literal_eval(line.value)
                 constants |= {target.id: value for target in targets if isinstance(target, ast.Name)}

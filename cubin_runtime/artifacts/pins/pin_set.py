@@ -15,7 +15,7 @@ from .pin import BUILTIN_PINS, Pin, parse_pins
 from .signatures import KEYS_VARIABLE, load_keys, read_pin_file
 
 _Stated = tuple[Pin, str]  # a pin and the place it came from
-_JOINED = ("sources", "groups")  # what pins of one release may have more or less of
+_JOINED = ("sources", "groups")  # fields that pins of one release may have more or less of
 
 
 def refuse_trust_in_store(config: Config) -> None:

@@ -142,7 +142,7 @@ def read_with_failover(
             corrupt = corrupt or isinstance(error, CorruptError)
             reasons.append(str(error))
         finally:
-            source.forget()  # what came of a body that broke off: nobody will ask this source for the rest
+            source.forget()  # the part of a body that broke off: nobody will ask this source for the rest
             progress.note(source.label, failed=failed)
     kind = CorruptError if corrupt else SourceError
     causes = [_without_path(reason, request) for reason in reasons] or ["no source is configured"]

@@ -178,7 +178,7 @@ class PathBuilder:
             if value == self.free[bound]:
                 self.tests.append(ArgumentTest(Kind.INTEGER, slot, None, least, most))
                 return Product((slot,))
-            # What the page table holds, however much more is asked for.
+            # The bound was cut to the room of the page table, so any larger one is the same.
             self.tests.append(ArgumentTest(Kind.INTEGER, slot, None, value, _MOST))
         elif type(value) is ArgumentNumber and value.call == self.notes.call:
             arguments = {factor for factor in value.factors if isinstance(factor, str)}

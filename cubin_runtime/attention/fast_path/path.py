@@ -43,7 +43,7 @@ class AnyPath(Protocol):
 
 
 SLOT, TENSOR, CONSTANT = range(3)
-MISS = object()  # what a path gives for a call that is not of its form, before anything is done
+MISS = object()  # the result of a path, before any effect, for a call that is not of its form
 
 
 class Place(NamedTuple):

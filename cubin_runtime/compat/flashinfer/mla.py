@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _HEAD_DIMS = ((512, 64), (256, 64))  # kv_lora_rank, qk_rope_head_dim
 _SPARSE_HEAD_DIMS = (512, 0)
 _LSE_BASES = ("basee", "base2")
-# What FlashInfer's trtllm-gen kernels take, whose LSE is in base 2; that of its CuTe DSL kernel is in base e.
+# Page sizes of FlashInfer's trtllm-gen kernels, with an LSE in base 2; heads of its CuTe DSL kernel, in base e.
 _BASE_2_PAGES = (32, 64)
 _BASE_E_HEADS = range(65, 128)
 

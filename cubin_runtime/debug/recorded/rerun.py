@@ -15,7 +15,7 @@ from .call import RecordedCall, RecordedTensor
 from .described import TRTLLM_GEN
 from .snapshot import page_of, read_elements, span_of, write_elements
 
-_ALIGNMENT = 1024  # what addresses keep of their alignment
+_ALIGNMENT = 1024  # bytes of alignment that addresses keep
 _POISON = 0xFF  # NaN in all float dtypes
 
 

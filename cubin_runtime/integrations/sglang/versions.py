@@ -12,7 +12,7 @@ from ..interface import require
 NAME = "cubin_runtime"
 
 _LOGGER = logging.getLogger(__name__)
-# Where the names of backends are, the newest place first; from 0.5.20 on `server_args` only repeats them.
+# Modules with the names of backends, the newest first; from 0.5.20 on `server_args` only repeats them.
 _CHOICES = ("sglang.srt.arg_groups.choices", "sglang.srt.server_args")
 _ADDING = (
     "add_attention_backend_choices",

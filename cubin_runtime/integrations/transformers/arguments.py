@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 from ...errors import UsageError
 from .masks import WINDOW
 
-# What models and generation pass on to every layer, and attention has no use for.
+# Arguments that models and generation pass on to every layer, and attention has no use for.
 UNUSED = {
     *("position_ids", "position_embeddings", "cache_position", "use_cache", "output_hidden_states", "logits_to_keep"),
     *("num_items_in_batch", "logits_indices", "logits_processor_args", "input_ids", "inputs_embeds", "labels"),
     *("return_dict", "return_loss", "past_key_values", "layer_idx", "target_dtype", "output_router_logits"),
     *("token_type_ids", "mm_token_type_ids", "deterministic", "implementation", "use_top_left_mask"),
 }
-# What layers pass that changes the result, and why no kernel here honours it.
+# Arguments that change the result -> the reason why no kernel here honours them.
 REFUSED = {
     "position_bias": "no kernel adds a bias to scores",
     "indices": "no kernel attends to keys that are chosen one by one",

@@ -13,7 +13,7 @@ from .arguments import Options, Packed, check_rest, packed_of
 from .operators import Operators
 from .widths import fits
 
-# What is read of a ``PagedAttentionCache``, besides calling its ``update``.
+# The attributes that are read of a ``PagedAttentionCache``, besides its ``update``.
 _POOLS = {"block_size", "key_cache", "layer_index_to_group_indices", "sliding_windows", "value_cache"}
 _POOLS_OF = attrgetter(*_POOLS)
 

@@ -8,7 +8,7 @@ import torch
 
 from ...errors import UsageError
 
-# What moves or describes a tensor. ``__get__`` is every attribute, such as ``shape``.
+# Operations that move or describe a tensor. ``__get__`` is every attribute, such as ``shape``.
 _ALLOWED = {
     *("__get__", "__getitem__", "__len__", "__repr__", "__format__", "__hash__", "__reduce_ex__", "__deepcopy__"),
     *("clone", "contiguous", "cpu", "cuda", "detach", "expand", "to", "size", "stride", "dim", "numel", "data_ptr"),
@@ -20,7 +20,7 @@ class OpaqueMask(torch.Tensor):  # type: ignore[misc]
     """A tensor whose values only ``masks.read`` gets, as ``plain``: they are no entries for queries and keys."""
 
     plain: torch.Tensor
-    last_read: Any = None  # what ``masks.read`` made of it
+    last_read: Any = None  # the result of ``masks.read`` for it
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -43,7 +43,7 @@ def _fitted(function: Callable[..., Any], head_dim: int, padded: int) -> Callabl
         outs = []
         for values in v.split(part, dim=-1):
             columns = values.shape[-1]
-            # What the caller allocates holds zeros where no query is.
+            # The caller's buffer holds zeros where no query is, so these hold them, too.
             tensors = (
                 {} if out is None else {"out": torch.zeros(*out.shape[:-1], part, dtype=out.dtype, device=out.device)}
             )

@@ -10,7 +10,7 @@ from ..interface import require
 
 NAME = "CUBIN_RUNTIME"
 
-# What ``backend`` takes from vLLM, in every version.
+# Names that ``backend`` takes from vLLM, in every version.
 _INTERFACE = {
     "vllm.v1.attention.backends.registry": ("AttentionBackendEnum", "register_backend"),
     "vllm.v1.attention.backend": (

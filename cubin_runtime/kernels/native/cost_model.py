@@ -23,7 +23,7 @@ from ...values import HashedOnce, dataclass
 from .kernel_costs import H200_CALIBRATION, H200_KERNELS, Calibration, KernelCost
 
 _BYTES_PER_US = 1e6  # of one TB/s
-# What the constant of the L2 refers to.
+# The multiprocessors that the constant of the L2 was measured with.
 _MULTIPROCESSORS = 132
 # Kernels of at least this many rows multiply with warpgroups.
 _WARPGROUP_ROWS = 64
@@ -141,7 +141,7 @@ H200 = Costs(
     kernels=HashedOnce(H200_KERNELS),
 )
 H100 = replace(H200, gpu="H100", read_tb_per_s=3.0)
-# Where nothing was measured: the order of the kernels counts, not the time.
+# Nothing was measured there: the order of the kernels counts, not the time.
 OTHER = replace(H100, gpu="any other GPU")
 
 # A part of the device's name, in the order looked at.

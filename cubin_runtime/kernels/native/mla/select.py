@@ -63,7 +63,7 @@ class MlaShape:
         return self.q_len * self.heads
 
 
-# What decides which kernels fit.
+# The fields that decide which kernels fit.
 _FORM_NAMES = tuple(field.name for field in fields(MlaShape) if field.name not in ("batch", "max_seq_len"))
 _FORM = attrgetter(*_FORM_NAMES)
 
