@@ -272,7 +272,17 @@ def test_a_warm_import_takes_less_than_100_ms() -> None:
 
 
 # What generates code for each class; beside these, values are defined by ``cubin_runtime.values``.
-GENERATING = {"path", "dispatch", "process_pool", "http_session", "arguments", "paged_batch", "mla_backend", "values"}
+GENERATING = {
+    "path",
+    "dispatch",
+    "process_pool",
+    "http_session",
+    "arguments",
+    "paged_batch",
+    "mla_backend",
+    "sparse_mla_backend",
+    "values",
+}
 # Modules that a process which launches loaded kernels does without.
 LATER = (
     "asyncio",

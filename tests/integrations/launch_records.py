@@ -8,6 +8,7 @@ from typing import Any
 from cubin_runtime.kernels.native.decode.params import PAGED_DECODE_TMA, PAGED_DECODE_TMA_E4M3
 from cubin_runtime.kernels.native.mla.params import PAGED_MLA_DECODE
 from cubin_runtime.kernels.native.prefill.params import CONTEXT_ATTENTION, CONTEXT_ATTENTION_E4M3
+from cubin_runtime.kernels.native.sparse_mla.params import SPARSE_MLA_DECODE
 from cubin_runtime.testing import StandIn
 
 
@@ -30,6 +31,12 @@ def mla_launches(standin: StandIn) -> list[dict[str, Any]]:
     """The parameters of each launch of MLA decode, by name."""
     sent = [launch for launch in standin.calls("cuLaunchKernelEx") if "mla" in launch.seen["symbol"]]
     return [PAGED_MLA_DECODE.unpack(bytes.fromhex(launch.seen["parameter0"])) for launch in sent]
+
+
+def sparse_mla_launches(standin: StandIn) -> list[dict[str, Any]]:
+    """The symbol and the parameters of each launch of sparse MLA decode, by name."""
+    sent = [launch.seen for launch in standin.calls("cuLaunchKernelEx") if "sparse_mla" in launch.seen["symbol"]]
+    return [{"symbol": seen["symbol"]} | SPARSE_MLA_DECODE.unpack(bytes.fromhex(seen["parameter0"])) for seen in sent]
 
 
 def has_segments(launch: Any) -> bool:

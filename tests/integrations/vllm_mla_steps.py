@@ -32,6 +32,7 @@ def configuration(**changed: Any) -> Any:
     dims = {"q_lora_rank": 64, "kv_lora_rank": LATENT, "qk_nope_head_dim": 128, "qk_rope_head_dim": ROPE}
     dims |= {"v_head_dim": 128} | {name: changed.pop(name) for name in [*dims] if name in changed}
     heads, drafts = changed.pop("heads", HEADS), changed.pop("drafts", None)
+    lists = {name: changed.pop(name) for name in ["index_topk"] if name in changed}
     parallel = ParallelConfig()
     for name in ("decode_context_parallel_size", "cp_kv_cache_interleave_size"):
         setattr(parallel, name, changed.pop(name, 1))
@@ -40,7 +41,9 @@ def configuration(**changed: Any) -> Any:
         max_model_len=changed.pop("max_model_len", MAX_LEN),
         use_mla=True,
         dtype=BF16,
-        hf_text_config=SimpleNamespace(**dims),
+        hf_text_config=SimpleNamespace(**dims, **lists),
+        hf_config=SimpleNamespace(**lists),
+        model_arch_config=SimpleNamespace(total_num_attention_heads=heads),
         get_num_attention_heads=lambda _: heads,
         get_head_size=lambda: dims["kv_lora_rank"] + dims["qk_rope_head_dim"],
     )
@@ -53,7 +56,7 @@ def configuration(**changed: Any) -> Any:
         "cache_config": SimpleNamespace(**cache),
         "scheduler_config": SimpleNamespace(max_num_seqs=6, max_num_batched_tokens=64),
         "compilation_config": SimpleNamespace(static_forward_context={"layer": layer}),
-        "attention_config": SimpleNamespace(use_prefill_query_quantization=False),
+        "attention_config": SimpleNamespace(use_prefill_query_quantization=False, hisparse_config=None),
         "speculative_config": drafts and SimpleNamespace(num_speculative_tokens=drafts, parallel_drafting=False),
         "use_v2_model_runner": False,
     }
@@ -73,7 +76,7 @@ def builder(backend: Any, config: Any, device: str = "cpu") -> Any:
 
 def layer_of(backend: Any, config: Any, device: str = "cpu", **changed: Any) -> Any:
     """A layer whose projection, which only prompts use, lies on the device."""
-    dims = vars(config.model_config.hf_text_config)
+    dims = {name: value for name, value in vars(config.model_config.hf_text_config).items() if name != "index_topk"}
     given = {
         "num_heads": config.model_config.get_num_attention_heads(None),
         "head_size": config.model_config.get_head_size(),

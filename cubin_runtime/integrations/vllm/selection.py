@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from .versions import lists_width
+
 
 def __getattr__(name: str) -> Any:
     if name != "Backend":
@@ -16,6 +18,10 @@ def __getattr__(name: str) -> Any:
 
     config = get_current_vllm_config_or_none()
     if config is not None and config.model_config is not None and config.model_config.use_mla:
+        if lists_width(config.model_config) is not None:
+            from .sparse_mla_backend import CubinRuntimeSparseMlaBackend
+
+            return CubinRuntimeSparseMlaBackend
         from .mla_backend import CubinRuntimeMlaBackend
 
         return CubinRuntimeMlaBackend

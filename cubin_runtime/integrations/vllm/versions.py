@@ -69,6 +69,13 @@ def decode_tokens(config: Any) -> int:
     return 1 + (2 if drafts.parallel_drafting else 1) * int(drafts.num_speculative_tokens)
 
 
+def lists_width(model: Any) -> int | None:
+    """The rows that a model's indexer chooses for each query token; None: it has no indexer."""
+    both = (getattr(model, name, None) for name in ("hf_text_config", "hf_config"))  # the former from 0.30 on
+    widths = (getattr(config, "index_topk", None) for config in both)
+    return next((int(width) for width in widths if width is not None), None)
+
+
 def key_ranks(all_to_all: bool) -> Ranks:
     """The ranks of vLLM's decode context parallelism, with its own collectives.
 

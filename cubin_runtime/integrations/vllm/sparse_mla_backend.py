@@ -1,0 +1,250 @@
+"""The classes that vLLM asks for where an indexer chooses the rows of a latent cache (sparse MLA)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from vllm import envs
+from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
+from vllm.model_executor.layers.attention import sparse_mla_attention
+from vllm.model_executor.layers.attention.mla_attention import get_mla_dims
+from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadata, AttentionType
+from vllm.v1.attention.backends.mla import sparse_utils
+
+from ...attention.latent_cache import ROPE
+from ...errors import UsageError
+from ..latent_batch import PAGE_SIZE
+from ..latent_lists import LATENT, ListKind, attend_lists, load_lists, unserved_lists
+from .backend import LOGGER, HopperBackend, limits_of, refused_drafts
+from .versions import latent_cache_interface, lists_width
+
+PACKED = "fp8_ds_mla"  # rows of 656 bytes
+# Requests with so many new tokens at most attend to their lists; longer prompts may go to vLLM's own MLA prefill.
+_MOST_LISTED_TOKENS = 128
+
+
+class CubinRuntimeSparseMlaBackend(HopperBackend, *latent_cache_interface(), AttentionBackend):  # type: ignore[misc]
+    """Sparse MLA on SM90: bf16 queries, a cache of bf16 or of rows of 656 bytes (e4m3 with scales)."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "bfloat16", PACKED]
+
+    @staticmethod
+    def get_impl_cls() -> type[CubinRuntimeSparseMlaImpl]:
+        """The class of a layer."""
+        return CubinRuntimeSparseMlaImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[CubinRuntimeSparseMlaMetadataBuilder]:
+        """The class that makes a step's metadata."""
+        return CubinRuntimeSparseMlaMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int]:
+        """Tokens of a page; vLLM's blocks may be multiples of it."""
+        return [PAGE_SIZE]
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        """Columns of the cache."""
+        return [LATENT + ROPE]
+
+    @classmethod
+    def is_mla(cls) -> bool:
+        """Yes."""
+        return True
+
+    @classmethod
+    def is_sparse(cls) -> bool:
+        """Yes."""
+        return True
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        """Have blocks begin whole rows apart, as lists number rows; vLLM asks from 0.30 on."""
+        align = getattr(sparse_utils, "align_blocks_to_rows", None)
+        return spec if align is None else align(spec)
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        """``[blocks, block_size, columns]``, or bytes; from 0.29 on vLLM knows it."""
+        return num_blocks, block_size, 656 if cache_dtype_str == PACKED else head_size
+
+    @classmethod
+    def supports_combination(cls, *_: Any, **__: Any) -> str | None:
+        """Refuse sizes without kernels, drafts in micro-batches, and keys that are dealt to several ranks."""
+        config = get_current_vllm_config_or_none()
+        if config is None:
+            return None
+        parallel, model = config.parallel_config, config.model_config
+        if parallel.decode_context_parallel_size > 1:
+            return "decode context parallelism with lists not supported"
+        if (refused := refused_drafts(config)) is not None:
+            return refused
+        if getattr(config.attention_config, "hisparse_config", None) is not None:
+            return "a cache with rows on the host not supported"
+        width = lists_width(model)
+        if width is None:
+            return "sparse MLA without index_topk not supported"
+        dims, heads = get_mla_dims(model), model.get_num_attention_heads(parallel)
+        return unserved_lists(dims.kv_lora_rank, dims.qk_rope_head_dim, heads, width)
+
+
+@dataclass
+class OwnSparseMlaMetadata(AttentionMetadata):  # type: ignore[misc]
+    """A step, with the names that vLLM's layer and its builder read and fill before 0.30."""
+
+    num_reqs: int
+    max_query_len: int
+    max_seq_len: int
+    num_actual_tokens: int
+    query_start_loc: torch.Tensor
+    slot_mapping: torch.Tensor
+    block_table: torch.Tensor
+    req_id_per_token: torch.Tensor
+    seq_lens: torch.Tensor
+    block_size: int
+    topk_tokens: int
+    num_decodes: int
+    num_prefills: int
+    num_decode_tokens: int
+    prefill_max_seq_len: int
+    prefill: Any
+    cp_kv_cache_interleave_size: int = 1
+
+
+class CubinRuntimeSparseMlaMetadataBuilder(sparse_mla_attention.SparseMLACommonMetadataBuilder):  # type: ignore[misc]
+    """vLLM's own, which copies nothing from the device."""
+
+    metadata_cls = getattr(sparse_mla_attention, "SparseMLACommonMetadata", OwnSparseMlaMetadata)
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._init_reorder_batch_threshold(_MOST_LISTED_TOKENS, supports_spec_as_decode=True)
+
+
+def _rows_of(kv_cache: torch.Tensor, block_size: int) -> tuple[torch.Tensor, dict[str, int]]:
+    """The cache as lists number it, and what vLLM's conversion of positions needs for that: rows from 0.29 on."""
+    if not hasattr(sparse_utils, "flat_kv_row_view"):
+        return kv_cache, {}
+    rows, stride = sparse_utils.flat_kv_row_view(kv_cache, block_size)
+    return rows, {"BLOCK_STRIDE_ROWS": stride}
+
+
+class _ConvertedLists:
+    """Before 0.30 a layer converts positions to slots itself."""
+
+    topk_indices_buffer: torch.Tensor
+
+    def forward_mqa(self, q: Any, kv_c_and_k_pe_cache: torch.Tensor, attn_metadata: Any, layer: Any) -> Any:
+        """As vLLM's own from 0.30 on."""
+        tokens = (q[0] if isinstance(q, tuple) else q).shape[0]
+        lists, block_size = self.topk_indices_buffer[:tokens], attn_metadata.block_size
+        indices = sparse_utils.triton_convert_req_index_to_global_index(
+            attn_metadata.req_id_per_token[:tokens],
+            attn_metadata.block_table,
+            lists,
+            BLOCK_SIZE=block_size,
+            NUM_TOPK_TOKENS=lists.shape[1],
+            **_rows_of(kv_c_and_k_pe_cache, block_size)[1],
+        )
+        return self._forward_mqa_kernel(  # type: ignore[attr-defined]
+            q, kv_c_and_k_pe_cache, indices, None, layer=layer, block_size=block_size, is_decode=True
+        )
+
+
+_CONVERTS = hasattr(sparse_mla_attention.SparseMLACommonImpl, "_forward_mqa_kernel")
+_BASES = (
+    (sparse_mla_attention.SparseMLACommonImpl,)
+    if _CONVERTS
+    else (
+        _ConvertedLists,
+        sparse_mla_attention.SparseMLACommonImpl,
+    )
+)
+
+
+class CubinRuntimeSparseMlaImpl(*_BASES):  # type: ignore[misc]
+    """A layer. Its cache is written by vLLM's own kernel, and its lists by vLLM's indexer."""
+
+    supports_quant_query_input = False
+    supports_pcp = False
+    supports_dcp = False
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None,
+        attn_type: str,
+        kv_sharing_target_layer_name: str | None,
+        **mla_args: Any,
+    ) -> None:
+        if alibi_slopes is not None or sliding_window is not None or logits_soft_cap:
+            raise UsageError("alibi_slopes, sliding_window, logits_soft_cap: expected none of them")
+        if attn_type != AttentionType.DECODER:
+            raise UsageError(f"attn_type={attn_type}: expected {AttentionType.DECODER}")
+        if kv_cache_dtype not in CubinRuntimeSparseMlaBackend.supported_kv_cache_dtypes:
+            raise UsageError(f"kv_cache_dtype={kv_cache_dtype!r}: expected auto, bfloat16 or {PACKED}")
+        super().__init__(
+            num_heads,
+            head_size,
+            scale,
+            num_kv_heads,
+            alibi_slopes,
+            sliding_window,
+            kv_cache_dtype,
+            logits_soft_cap,
+            attn_type,
+            kv_sharing_target_layer_name,
+            **mla_args,
+        )
+        if self.topk_indices_buffer is None:
+            raise UsageError("indexer: expected one, or topk_indices_buffer")
+        width = self.topk_indices_buffer.shape[1]
+        if (refused := unserved_lists(self.kv_lora_rank, self.qk_rope_head_dim, num_heads, width)) is not None:
+            raise UsageError(refused)
+        self._batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
+        limits, lists = limits_of(get_current_vllm_config()), self.topk_indices_buffer
+        if limits is not None and lists.is_cuda:
+            rows = "scaled_e4m3" if kv_cache_dtype == PACKED else "bf16"
+            kind = ListKind(num_heads, rows, width, lists.device.index or 0)
+            load_lists(kind, self._batch_invariant, limits.tokens, LOGGER)
+
+    def _forward_mqa_kernel(
+        self,
+        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        kv_cache: torch.Tensor,
+        topk_indices: torch.Tensor,
+        valid_counts: torch.Tensor | None,
+        *,
+        layer: Any,
+        block_size: int,
+        is_decode: bool,
+    ) -> tuple[torch.Tensor, None]:
+        """Attention of query tokens to the rows that the indexer chose.
+
+        Args:
+            q: ``[tokens, heads, 576]``, or a pair of its two parts.
+            kv_cache: ``[blocks, 64, 576]``, or bytes ``[blocks, 64, 656]``.
+            topk_indices: slots, int32 ``[tokens, width]``; the negative ones, wherever they stand, are holes.
+
+        Returns:
+            ``[tokens, heads, 512]``, and None.
+        """
+        if isinstance(q, tuple):
+            q = torch.cat(q, dim=-1)
+        out = torch.empty((*q.shape[:2], LATENT), dtype=torch.bfloat16, device=q.device)
+        rows, _ = _rows_of(kv_cache, block_size)
+        attend_lists(q, rows, topk_indices, self.scale, out, batch_invariant=self._batch_invariant)
+        return out, None
