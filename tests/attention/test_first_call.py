@@ -18,7 +18,7 @@ PACKAGE = str(Path(cubin_runtime.__file__).parent)
 COST_MODEL = ("cost_model.py", "kernel_costs.py")  # its number of calls follows from the kernels to choose from
 CALLS, MOST_CALLS = 481, 250  # today, and the goal
 FILES, MOST_FILES = 52, 25
-SPREAD = 30  # calls fewer, by what earlier tests left in caches
+SPREAD = 70  # calls fewer, by what earlier tests left in caches
 
 
 @pytest.fixture(autouse=True)
