@@ -9,6 +9,7 @@ from ..attention.operators.mla_decode import mla_decode
 from ..errors import UsageError
 from ..kernels.native.context_parallel import Dealing
 from ..kernels.native.mla.select import MAX_HEADS, MAX_QUERIES
+from ..kernels.native.sparse_mla.select import MAX_WIDTH
 
 if TYPE_CHECKING:
     from .scratch import SharedScratch
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 PAGE_SIZE = 64
 LATENT_SIZES = (512, 256)
 MAX_TOKENS = MAX_QUERIES
+# Columns of a value where each query token attends to the rows of a list.
+LISTED_LATENT = 512
 
 
 class LatentDecodes(NamedTuple):
@@ -110,6 +113,15 @@ def unserved(latent: int, rope: int, heads: int, q_len: int) -> str | None:
     if not 1 <= heads <= MAX_HEADS:
         return f"MLA with {heads} heads on a rank not supported"
     return None if q_len <= MAX_TOKENS else f"{q_len - 1} draft tokens not supported"
+
+
+def unserved_lists(latent: int, rope: int, heads: int, width: int) -> str | None:
+    """The same where each query token has a list of ``width`` rows (sparse MLA)."""
+    if latent != LISTED_LATENT:
+        return f"sparse MLA with kv_lora_rank={latent} not supported"
+    if not 1 <= width <= MAX_WIDTH:
+        return f"sparse MLA with lists of {width} rows not supported"
+    return unserved(latent, rope, heads, 1)
 
 
 def check_latent_layer(latent: int, rope: int, heads: int, q_len: int = 1) -> None:

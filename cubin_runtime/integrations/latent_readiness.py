@@ -13,8 +13,10 @@ from ..attention.latent_cache import ROPE
 from ..attention.operator_plan import OperatorPlan
 from ..attention.operators.context_attention import plan_context_attention
 from ..attention.operators.mla_decode import plan_mla_decode
+from ..attention.operators.sparse_mla_decode import plan_sparse_mla_decode
+from ..kernels.native.sparse_mla.select import ROW_FORMS
 from ..tensor import TensorView
-from .latent_batch import PAGE_SIZE, LatentDecodes, LatentOptions, attend_latent
+from .latent_batch import LISTED_LATENT, PAGE_SIZE, LatentDecodes, LatentOptions, attend_latent
 from .scratch import Limits, load, shared_scratch
 
 _SIZES = 4  # of steps that write a fast path for any size
@@ -162,3 +164,43 @@ def reserve_prompts(
     scratch.cover(plans, limits)
     named = f"MLA with {heads} heads of {size} and {value_size} columns"
     log.info("cubin_runtime: prompts of layers of %s run on %s", named, ", ".join(load(plans)))
+
+
+class ListKind(NamedTuple):
+    """The common values of layers of one kind in which each query token has a list of rows (sparse MLA).
+
+    ``rows`` is the form of a row of the cache, one of ``ROW_FORMS``; ``width`` are the entries of a list.
+    """
+
+    heads: int
+    rows: str
+    width: int
+    device: int
+
+
+def load_lists(kind: ListKind, batch_invariant: bool, most_tokens: int, log: logging.Logger) -> None:
+    """Load all kernels that a layer may use, for steps of up to ``most_tokens`` query tokens.
+
+    Args:
+        log: gets a line that names the kernels of each kind of layer.
+    """
+    done, ready = ("lists", kind, batch_invariant, most_tokens), shared_scratch(kind.device).ready
+    if done in ready:
+        return
+    ready.add(done)
+    tensor, (columns, row_bytes) = partial(_tensor, kind.device), ROW_FORMS[kind.rows]
+    plans = [
+        plan_sparse_mla_decode(
+            tensor("bfloat16", tokens, kind.heads, columns),
+            tensor("uint8", 1, PAGE_SIZE, row_bytes)
+            if kind.rows == "scaled_e4m3"
+            else tensor("bfloat16", 1, PAGE_SIZE, columns),
+            tensor("int32", tokens, kind.width),
+            tensor("bfloat16", tokens, kind.heads, LISTED_LATENT),
+            softmax_scale=1.0,
+            batch_invariant=batch_invariant,
+        )
+        for tokens in sorted({1, most_tokens})
+    ]
+    named = f"sparse MLA with {LISTED_LATENT} + {ROPE} columns, {kind.heads} heads, rows of {row_bytes} bytes"
+    log.info("cubin_runtime: layers of %s run on %s", named, ", ".join(load(plans)))

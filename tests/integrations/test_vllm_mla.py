@@ -19,7 +19,7 @@ if importlib.util.find_spec("vllm") is None:
 # isort: off
 from tests.integrations.vllm_steps import BACKEND, REGISTERED  # noqa: E402  (first: it imports vLLM)
 from tests.integrations.vllm_mla_steps import BF16, BLOCK, HEADS, LATENT, MAX_LEN, SCALE  # noqa: E402
-from tests.integrations.vllm_mla_steps import builder, configuration, layer_of, run, step, use  # noqa: E402
+from tests.integrations.vllm_mla_steps import builder, configuration, layer_of, reasons, run, step, use  # noqa: E402
 
 # isort: on
 from vllm.distributed import parallel_state  # noqa: E402
@@ -33,24 +33,6 @@ from tests.integrations.launch_records import integers, mla_launches  # noqa: E4
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("hopper")]
 LOG2_E = math.log2(math.e)
-
-
-def reasons(backend: Any, **changed: Any) -> list[str]:
-    given = {
-        "head_size": LATENT + 64,
-        "dtype": BF16,
-        "kv_cache_dtype": "auto",
-        "block_size": BLOCK,
-        "use_mla": True,
-        "has_sink": False,
-        "use_sparse": False,
-        "use_mm_prefix": False,
-        "use_per_head_quant_scales": False,
-        "device_capability": DeviceCapability(9, 0),
-        "attn_type": AttentionType.DECODER,
-    }
-    found: list[str] = backend.validate_configuration(**{**given, **changed})
-    return found
 
 
 def test_one_name_serves_models_with_mla_and_others(monkeypatch: pytest.MonkeyPatch) -> None:

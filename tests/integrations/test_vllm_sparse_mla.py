@@ -18,7 +18,7 @@ if importlib.util.find_spec("vllm") is None:
 # isort: off
 from tests.integrations.vllm_steps import REGISTERED  # noqa: E402  (first: it imports vLLM)
 from tests.integrations.vllm_mla_steps import BF16, BLOCK, BLOCKS, HEADS, LATENT, SCALE  # noqa: E402
-from tests.integrations.vllm_mla_steps import builder, configuration, layer_of, step, use  # noqa: E402
+from tests.integrations.vllm_mla_steps import builder, configuration, layer_of, reasons, step, use  # noqa: E402
 
 # isort: on
 from vllm.model_executor.layers.attention import sparse_mla_attention  # noqa: E402
@@ -36,24 +36,6 @@ WIDTH, PACKED = 128, "fp8_ds_mla"
 
 def sparse(**changed: Any) -> Any:
     return configuration(index_topk=WIDTH, **changed)
-
-
-def reasons(backend: Any, **changed: Any) -> list[str]:
-    given = {
-        "head_size": LATENT + 64,
-        "dtype": BF16,
-        "kv_cache_dtype": "auto",
-        "block_size": BLOCK,
-        "use_mla": True,
-        "has_sink": False,
-        "use_sparse": True,
-        "use_mm_prefix": False,
-        "use_per_head_quant_scales": False,
-        "device_capability": DeviceCapability(9, 0),
-        "attn_type": AttentionType.DECODER,
-    }
-    found: list[str] = backend.validate_configuration(**{**given, **changed})
-    return found
 
 
 def to_slots(requests: Any, table: Any, indices: Any, stride: int) -> Any:

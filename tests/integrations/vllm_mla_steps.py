@@ -20,6 +20,8 @@ from tests.integrations.vllm_steps import (  # first: it imports vLLM
 )
 
 # isort: split
+from vllm.platforms.interface import DeviceCapability
+from vllm.v1.attention.backend import AttentionType
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
 LATENT, ROPE, HEADS, BLOCK, BLOCKS, MAX_LEN = 512, 64, 16, 64, 12, 256
@@ -67,6 +69,25 @@ def use(monkeypatch: Any, config: Any) -> Any:
     """Make ``config`` the current one, as while vLLM makes its layers; the class that it chooses for them."""
     monkeypatch.setattr(importlib.import_module("vllm.config.vllm"), "_current_vllm_config", config)
     return AttentionBackendEnum[REGISTERED].get_class()
+
+
+def reasons(backend: Any, **changed: Any) -> list[str]:
+    """What vLLM's own check says against a layer that the backend is made for, with what is changed of it."""
+    given = {
+        "head_size": LATENT + 64,
+        "dtype": BF16,
+        "kv_cache_dtype": "auto",
+        "block_size": BLOCK,
+        "use_mla": True,
+        "has_sink": False,
+        "use_sparse": backend.is_sparse(),
+        "use_mm_prefix": False,
+        "use_per_head_quant_scales": False,
+        "device_capability": DeviceCapability(9, 0),
+        "attn_type": AttentionType.DECODER,
+    }
+    found: list[str] = backend.validate_configuration(**{**given, **changed})
+    return found
 
 
 def builder(backend: Any, config: Any, device: str = "cpu") -> Any:

@@ -48,10 +48,20 @@ def _is_capturing(tensor: torch.Tensor) -> bool:
     return bool(tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-class CubinRuntimeMlaBackend(HopperBackend, *latent_cache_interface(), MLACommonBackend):  # type: ignore[misc]
-    """Dense MLA on SM90: bf16 queries and cache, or e4m3 both."""
+class LatentBackend(HopperBackend):
+    """The answers that the backends of a latent cache give alike."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16]
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int]:
+        """Tokens of a page; vLLM's blocks may be multiples of it."""
+        return [PAGE_SIZE]
+
+
+class CubinRuntimeMlaBackend(LatentBackend, *latent_cache_interface(), MLACommonBackend):  # type: ignore[misc]
+    """Dense MLA on SM90: bf16 queries and cache, or e4m3 both."""
+
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "bfloat16", *_FP8]
 
     @staticmethod
@@ -63,11 +73,6 @@ class CubinRuntimeMlaBackend(HopperBackend, *latent_cache_interface(), MLACommon
     def get_builder_cls() -> type[CubinRuntimeMlaMetadataBuilder]:
         """The class that makes a step's metadata."""
         return CubinRuntimeMlaMetadataBuilder
-
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int]:
-        """Tokens of a page; vLLM's blocks may be multiples of it."""
-        return [PAGE_SIZE]
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:

@@ -14,21 +14,23 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, Atte
 from vllm.v1.attention.backends.mla import sparse_utils
 
 from ...attention.latent_cache import ROPE
+from ...attention.operators.sparse_mla_decode import sparse_mla_decode
 from ...errors import UsageError
-from ..latent_batch import PAGE_SIZE
-from ..latent_lists import LATENT, ListKind, attend_lists, load_lists, unserved_lists
-from .backend import LOGGER, HopperBackend, limits_of, refused_drafts
+from ...kernels.native.sparse_mla.select import ROW_FORMS
+from ..latent_batch import LISTED_LATENT, unserved_lists
+from ..latent_readiness import ListKind, load_lists
+from .backend import LOGGER, limits_of, refused_drafts
+from .mla_backend import LatentBackend
 from .versions import latent_cache_interface, lists_width
 
-PACKED = "fp8_ds_mla"  # rows of 656 bytes
+PACKED, PACKED_ROWS = "fp8_ds_mla", "scaled_e4m3"  # vLLM's name, and that in ``ROW_FORMS``
 # Requests with so many new tokens at most attend to their lists; longer prompts may go to vLLM's own MLA prefill.
 _MOST_LISTED_TOKENS = 128
 
 
-class CubinRuntimeSparseMlaBackend(HopperBackend, *latent_cache_interface(), AttentionBackend):  # type: ignore[misc]
+class CubinRuntimeSparseMlaBackend(LatentBackend, *latent_cache_interface(), AttentionBackend):  # type: ignore[misc]
     """Sparse MLA on SM90: bf16 queries, a cache of bf16 or of rows of 656 bytes (e4m3 with scales)."""
 
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "bfloat16", PACKED]
 
     @staticmethod
@@ -41,15 +43,10 @@ class CubinRuntimeSparseMlaBackend(HopperBackend, *latent_cache_interface(), Att
         """The class that makes a step's metadata."""
         return CubinRuntimeSparseMlaMetadataBuilder
 
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int]:
-        """Tokens of a page; vLLM's blocks may be multiples of it."""
-        return [PAGE_SIZE]
-
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
         """Columns of the cache."""
-        return [LATENT + ROPE]
+        return [LISTED_LATENT + ROPE]
 
     @classmethod
     def is_mla(cls) -> bool:
@@ -72,7 +69,7 @@ class CubinRuntimeSparseMlaBackend(HopperBackend, *latent_cache_interface(), Att
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
         """``[blocks, block_size, columns]``, or bytes; from 0.29 on vLLM knows it."""
-        return num_blocks, block_size, 656 if cache_dtype_str == PACKED else head_size
+        return num_blocks, block_size, ROW_FORMS[PACKED_ROWS][1] if cache_dtype_str == PACKED else head_size
 
     @classmethod
     def supports_combination(cls, *_: Any, **__: Any) -> str | None:
@@ -128,14 +125,6 @@ class CubinRuntimeSparseMlaMetadataBuilder(sparse_mla_attention.SparseMLACommonM
         self._init_reorder_batch_threshold(_MOST_LISTED_TOKENS, supports_spec_as_decode=True)
 
 
-def _rows_of(kv_cache: torch.Tensor, block_size: int) -> tuple[torch.Tensor, dict[str, int]]:
-    """The cache as lists number it, and what vLLM's conversion of positions needs for that: rows from 0.29 on."""
-    if not hasattr(sparse_utils, "flat_kv_row_view"):
-        return kv_cache, {}
-    rows, stride = sparse_utils.flat_kv_row_view(kv_cache, block_size)
-    return rows, {"BLOCK_STRIDE_ROWS": stride}
-
-
 class _ConvertedLists:
     """Before 0.30 a layer converts positions to slots itself."""
 
@@ -145,28 +134,22 @@ class _ConvertedLists:
         """As vLLM's own from 0.30 on."""
         tokens = (q[0] if isinstance(q, tuple) else q).shape[0]
         lists, block_size = self.topk_indices_buffer[:tokens], attn_metadata.block_size
+        rows, more = kv_c_and_k_pe_cache, {}
+        if hasattr(sparse_utils, "flat_kv_row_view"):  # from 0.29 on lists number rows, some of other layers
+            rows, more["BLOCK_STRIDE_ROWS"] = sparse_utils.flat_kv_row_view(rows, block_size)
         indices = sparse_utils.triton_convert_req_index_to_global_index(
             attn_metadata.req_id_per_token[:tokens],
             attn_metadata.block_table,
             lists,
             BLOCK_SIZE=block_size,
             NUM_TOPK_TOKENS=lists.shape[1],
-            **_rows_of(kv_c_and_k_pe_cache, block_size)[1],
+            **more,
         )
-        return self._forward_mqa_kernel(  # type: ignore[attr-defined]
-            q, kv_c_and_k_pe_cache, indices, None, layer=layer, block_size=block_size, is_decode=True
-        )
+        return self.attend(q, rows, indices), None  # type: ignore[attr-defined]
 
 
-_CONVERTS = hasattr(sparse_mla_attention.SparseMLACommonImpl, "_forward_mqa_kernel")
-_BASES = (
-    (sparse_mla_attention.SparseMLACommonImpl,)
-    if _CONVERTS
-    else (
-        _ConvertedLists,
-        sparse_mla_attention.SparseMLACommonImpl,
-    )
-)
+_LAYER = sparse_mla_attention.SparseMLACommonImpl
+_BASES = (_LAYER,) if hasattr(_LAYER, "_forward_mqa_kernel") else (_ConvertedLists, _LAYER)
 
 
 class CubinRuntimeSparseMlaImpl(*_BASES):  # type: ignore[misc]
@@ -217,7 +200,7 @@ class CubinRuntimeSparseMlaImpl(*_BASES):  # type: ignore[misc]
         self._batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
         limits, lists = limits_of(get_current_vllm_config()), self.topk_indices_buffer
         if limits is not None and lists.is_cuda:
-            rows = "scaled_e4m3" if kv_cache_dtype == PACKED else "bf16"
+            rows = PACKED_ROWS if kv_cache_dtype == PACKED else "bf16"
             kind = ListKind(num_heads, rows, width, lists.device.index or 0)
             load_lists(kind, self._batch_invariant, limits.tokens, LOGGER)
 
@@ -232,19 +215,27 @@ class CubinRuntimeSparseMlaImpl(*_BASES):  # type: ignore[misc]
         block_size: int,
         is_decode: bool,
     ) -> tuple[torch.Tensor, None]:
+        """``attend`` with slots that vLLM has converted, from 0.30 on; ``kv_cache`` is ``[blocks, 64, ...]``."""
+        rows, _ = sparse_utils.flat_kv_row_view(kv_cache, block_size)
+        return self.attend(q, rows, topk_indices), None
+
+    def attend(
+        self, q: torch.Tensor | tuple[torch.Tensor, torch.Tensor], kv_cache: torch.Tensor, indices: torch.Tensor
+    ) -> torch.Tensor:
         """Attention of query tokens to the rows that the indexer chose.
 
         Args:
             q: ``[tokens, heads, 576]``, or a pair of its two parts.
-            kv_cache: ``[blocks, 64, 576]``, or bytes ``[blocks, 64, 656]``.
-            topk_indices: slots, int32 ``[tokens, width]``; the negative ones, wherever they stand, are holes.
+            kv_cache: ``[..., 576]``, or bytes ``[..., 656]``; rows, or blocks of 64 of them.
+            indices: slots, int32 ``[tokens, width]``; the negative ones, wherever they stand, are holes.
 
         Returns:
-            ``[tokens, heads, 512]``, and None.
+            ``[tokens, heads, 512]``.
         """
         if isinstance(q, tuple):
             q = torch.cat(q, dim=-1)
-        out = torch.empty((*q.shape[:2], LATENT), dtype=torch.bfloat16, device=q.device)
-        rows, _ = _rows_of(kv_cache, block_size)
-        attend_lists(q, rows, topk_indices, self.scale, out, batch_invariant=self._batch_invariant)
-        return out, None
+        out = torch.empty((*q.shape[:2], LISTED_LATENT), dtype=torch.bfloat16, device=q.device)
+        sparse_mla_decode(
+            q, kv_cache, indices, softmax_scale=self.scale, batch_invariant=self._batch_invariant, out=out
+        )
+        return out
