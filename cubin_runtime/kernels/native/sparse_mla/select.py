@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 
 from ....artifacts.tables.native_kernels import NativeKernel
 from ....launch.driver import DeviceFacts
-from ....values import dataclass
+from ....values import HashedOnce, dataclass
 from ...explanation import Facts
 from ..constants import CONSTANTS
 from ..mla.select import FEW_SLACK_TILES, SLACK_TILES, cta_group_size, cta_groups, invariant_splits
@@ -17,7 +18,7 @@ OPERATION = "sparse_mla_decode"
 # them, 64 bf16.
 ROW_FORMS = {"scaled_e4m3": (576, 656), "bf16": (576, 1152), "bf16_nope": (512, 1024)}
 MAX_WIDTH = 1 << 15
-# Up to one tile of the fewest rows for so many rows of a wider one, the former are faster.
+# Tiles of the fewest rows are faster than wider ones where there is at most one for so many rows of a wider one.
 _FEW_TILES_ROWS = 4
 
 
@@ -57,6 +58,7 @@ def select_sparse_mla(
     Raises:
         UsageError: no kernel fits; the message says why not.
     """
+    kernels = HashedOnce.of(kernels)
     traits = {"cache_rows": shape.cache_rows, "rows": _tile_rows(kernels, shape)}
     kernel, candidates = only_kernel(kernels, OPERATION, traits, device)
     row_tiles = -(-shape.heads // int(kernel.traits["rows"]))
@@ -82,14 +84,20 @@ def select_sparse_mla(
     )
 
 
-def _tile_rows(kernels: Iterable[NativeKernel], shape: SparseMlaShape) -> int:
+@lru_cache(maxsize=16)  # calls of any size have the same
+def _row_sizes(kernels: HashedOnce[NativeKernel], cache_rows: str) -> tuple[int, ...]:
+    """The rows of the family's tiles, ascending."""
+    family = (k for k in kernels if k.operation == OPERATION and k.traits["cache_rows"] == cache_rows)
+    return tuple(sorted(int(kernel.traits["rows"]) for kernel in family))
+
+
+def _tile_rows(kernels: HashedOnce[NativeKernel], shape: SparseMlaShape) -> int:
     """The fewest rows of a tile that hold all heads, else the most: each tile of a token reads its rows again.
 
     With few query tokens, the fewest of all: more tiles share the rows of a token among more CTAs. The number of query
     tokens decides nothing with ``batch_invariant``.
     """
-    family = (k for k in kernels if k.operation == OPERATION and k.traits["cache_rows"] == shape.cache_rows)
-    sizes = sorted(int(kernel.traits["rows"]) for kernel in family)
+    sizes = _row_sizes(kernels, shape.cache_rows)
     rows = next((size for size in sizes if shape.heads <= size), max(sizes, default=0))
     few = bool(sizes) and shape.batch * -(-shape.heads // sizes[0]) <= rows // _FEW_TILES_ROWS
     return sizes[0] if few and not shape.batch_invariant else rows
