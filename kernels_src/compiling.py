@@ -24,11 +24,10 @@ _RESOURCES = re.compile(r"ptxas info\s*: Compiling entry function '([^']+)'(.*?)
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _SHARED = re.compile(r"(\d+) bytes smem")
 _DYNAMIC_SHARED = re.compile(r"^\s*// dynamic shared bytes: (\d+)$", re.MULTILINE)
-# The compiler waits for each product where it finds no registers for those in flight. The kernel is right, and slower.
+# The compiler waits for each product where it finds no registers for those in flight. The kernels named here, which it
+# says this of, are right, and slower than they could be.
 _SERIALISED = "wgmma.mma_async instructions are serialized"
-_SERIALISED_SYMBOLS = re.compile(
-    r"fmha_paged_decode_(bf|fp)16_d(64|128)_rows(64|128)_segments"
-)  # no registers are left
+_SERIALISED_SYMBOLS = re.compile(r"fmha_paged_decode_(bf|fp)16_d(64|128)_rows(64|128)_segments")
 _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 # Symbols with internal linkage contain a hash of the source file's path.
 _PATH_DEPENDENT = ("_INTERNAL_", "_GLOBAL__N_")

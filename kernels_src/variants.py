@@ -409,66 +409,38 @@ _SPARSE_MLA_SPLIT_TILES = 8
 _SPARSE_MLA_ROWS = {"scaled_e4m3": (64, 5), "bf16": (64, 3), "bf16_nope": (0, 3)}
 
 
-def _sparse_mla_decode(rows: str) -> Variant:
-    """``rows``: how a row of the cache lies in memory, see ``kernels.native.sparse_mla.select``."""
-    rope, stages = _SPARSE_MLA_ROWS[rows]
-    return Variant(
-        source="mla/sparse_mla_decode.cu",
-        symbol=f"sparse_mla_decode_{rows}_latent512",
-        sm="90a",
-        operation="sparse_mla_decode",
-        struct="SparseMlaDecodeParams",
-        traits={
-            "cache_rows": rows,
-            "latent": 512,
-            "rope": rope,
-            "rows": 16,
-            "tile_tokens": _MLA_TILE_TOKENS,
-            "split_tiles": _SPARSE_MLA_SPLIT_TILES,
-        },
-        defines={
-            "SPARSE": 1,
-            "KV_E4M3": int(rows == "scaled_e4m3"),
-            "LATENT": 512,
-            "ROPE": rope,
-            "ROWS": 16,
-            "TILE_TOKENS": _MLA_TILE_TOKENS,
-            "SPLIT_TILES": _SPARSE_MLA_SPLIT_TILES,
-            "STAGES": stages,
-        },
-    )
-
-
-# Query rows of a tile -> stages of 16 keys.
+# Rows of the cache that are scaled: query rows of a tile -> stages of 16 keys.
 _SCALED_MLA_STAGES = {32: 15, 64: 11}
 
 
-def _scaled_sparse_mla_decode(rows: int) -> Variant:
+def _sparse_mla_decode(cache_rows: str, rows: int = 16) -> Variant:
+    """``cache_rows``: how a row of the cache lies in memory, see ``kernels.native.sparse_mla.select``."""
+    rope, stages = _SPARSE_MLA_ROWS[cache_rows]
+    wide = rows > 16
     return Variant(
-        source="mla/scaled_sparse_mla_decode.cu",
-        symbol=f"sparse_mla_decode_scaled_e4m3_latent512_rows{rows}",
+        source=f"mla/{'scaled_' if wide else ''}sparse_mla_decode.cu",
+        symbol=f"sparse_mla_decode_{cache_rows}_latent512{f'_rows{rows}' if wide else ''}",
         sm="90a",
         operation="sparse_mla_decode",
         struct="SparseMlaDecodeParams",
         traits={
-            "cache_rows": "scaled_e4m3",
+            "cache_rows": cache_rows,
             "latent": 512,
-            "rope": 64,
+            "rope": rope,
             "rows": rows,
             "tile_tokens": _MLA_TILE_TOKENS,
             "split_tiles": _SPARSE_MLA_SPLIT_TILES,
         },
         defines={
             "SPARSE": 1,
-            "KV_E4M3": 1,
-            "Q_E4M3": 0,
+            "KV_E4M3": int(cache_rows == "scaled_e4m3"),
             "LATENT": 512,
-            "ROPE": 64,
+            "ROPE": rope,
             "ROWS": rows,
             "TILE_TOKENS": _MLA_TILE_TOKENS,
-            "BOX_COLUMNS": 64,
             "SPLIT_TILES": _SPARSE_MLA_SPLIT_TILES,
-            "STAGES": _SCALED_MLA_STAGES[rows],
+            "STAGES": _SCALED_MLA_STAGES[rows] if wide else stages,
+            **({"Q_E4M3": 0, "BOX_COLUMNS": 64} if wide else {}),
         },
     )
 
@@ -555,8 +527,8 @@ VARIANTS: tuple[Variant, ...] = (
     *(_lse_from_statistics(sm) for sm in _FOLLOWING_SMS),
     *(_streaming_read("90a", *way) for way in _READS),
     *(variant for latent in (512, 256) for variant in _mla_variants(latent)),
-    *(_sparse_mla_decode(rows) for rows in _SPARSE_MLA_ROWS),
-    *(_scaled_sparse_mla_decode(rows) for rows in _SCALED_MLA_STAGES),
+    *(_sparse_mla_decode(cache_rows) for cache_rows in _SPARSE_MLA_ROWS),
+    *(_sparse_mla_decode("scaled_e4m3", rows) for rows in _SCALED_MLA_STAGES),
     *_prefill_variants(),
     *(_append_kv("90a", dtypes) for dtypes in _APPEND_DTYPES),
     *(_merge_states("90a", dtype) for dtype in MERGE_TYPES),
