@@ -30,7 +30,7 @@ from engine.driver import Engine, Run
 from engine.mirror import mirrored
 from engine.program import main
 from engine.turns import take_turns
-from engine.vllm_run import MLA_PEER, OURS, PEER, Server, VllmRun
+from engine.vllm_run import LISTS_PEER, MLA_PEER, OURS, PACKED, PEER, Server, VllmRun
 from gpu_environment import built_sources
 
 # Job: prompts, new tokens.
@@ -48,15 +48,26 @@ DEALT_JOBS: dict[str, tuple[list[int], int]] = {
 }
 NGRAM = {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2}
 SHAPES = ("llama-shape", "gptoss-shape", "gemma3-shape", "qwen3moe-shape", "deepseek-shape")
-MODELS = ("llama", "gptoss", "gemma3", "qwen3moe", "deepseek", "gemma2")
+MODELS = ("llama", "gptoss", "gemma3", "qwen3moe", "deepseek", "deepseek-lists", "gemma2")
+# Engines beside both backends and ours without graphs, by the other backend.
+PACKED_CACHE = {"kv_cache_dtype": PACKED}
+THIRDS: dict[str, dict[str, dict[str, Any]]] = {
+    PEER: {"TRITON_ATTN": {}},
+    MLA_PEER: {"FLASHMLA": {}, "TRITON_MLA": {}},
+    LISTS_PEER: {
+        f"{OURS} {PACKED}": PACKED_CACHE,
+        f"{LISTS_PEER} {PACKED}": PACKED_CACHE,
+        f"{OURS} {PACKED} eager": PACKED_CACHE | {"enforce_eager": True},
+    },
+}
 
 
 def tokens(run: Run) -> None:
     """Judged tokens, model by model, with graphs and without."""
     for model in run.names or MODELS:
         with ExitStack() as stack:
-            third: dict[str, dict[str, Any]] = {"TRITON_MLA" if run.peer_of(model) == MLA_PEER else "TRITON_ATTN": {}}
-            more = {f"{OURS} eager": {"enforce_eager": True}, **third}
+            eager = {"enforce_eager": True}
+            more: dict[str, dict[str, Any]] = {f"{OURS} eager": eager, **THIRDS[run.peer_of(model)]}
             engines, failed = run.ready(run.pair(stack, model, more=more, wait=False))
             run.row(model=model, failed=failed, **run.both(engines), **run.judged(engines, model, model))
 

@@ -55,9 +55,8 @@ ENGINES = {
         frozenset({90}),
         frozenset({80, 90, 120}),
         (
-            *("vllm/vllm-rs", "vllm/third_party/deep_gemm/include", "vllm/third_party/fmha_sm100"),
-            *("vllm/_qutlass_C.abi3.so", "vllm/third_party/deep_gemm/_C.cpython-31[0134]*"),
-            "vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so",
+            *("vllm/vllm-rs", "vllm/third_party/fmha_sm100", "vllm/_qutlass_C.abi3.so"),
+            *("vllm/third_party/deep_gemm/_C.cpython-31[0134]*", "vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so"),
         ),
     ),
     "sglang": Engine(

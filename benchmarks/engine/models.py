@@ -31,6 +31,9 @@ DEEPSEEK |= {"hidden_size": 7168, "n_routed_experts": 8, "num_experts_per_tok": 
 DEEPSEEK |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}  # which vLLM and SGLang ask for
 DEEPSEEK_SMALL = DEEPSEEK | {"hidden_size": 2048, "intermediate_size": 4096, "moe_intermediate_size": 768}
 DEEPSEEK_SMALL |= {"num_key_value_heads": 16, "num_attention_heads": 16, "q_lora_rank": 768}
+# V3.2: an indexer chooses the keys of each token, and so few that prompts of the benchmarks are longer.
+DEEPSEEK_LISTS = DEEPSEEK_SMALL | {"num_key_value_heads": 64, "num_attention_heads": 64, "index_topk": 512}
+DEEPSEEK_LISTS |= {"index_n_heads": 64, "index_head_dim": 128}
 # The class of the configuration in transformers, and what it is made from.
 CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", LLAMA | {"num_hidden_layers": 4}),
@@ -44,6 +47,7 @@ CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3moe-shape": ("Qwen3MoeConfig", QWEN | {"num_hidden_layers": 8, "num_experts": 128, "num_experts_per_tok": 8}),
     "gptoss": ("GptOssConfig", GPT_OSS | {"num_hidden_layers": 4, "num_local_experts": 8}),
     "deepseek": ("DeepseekV3Config", DEEPSEEK_SMALL | {"num_hidden_layers": 4}),
+    "deepseek-lists": ("DeepseekV32Config", DEEPSEEK_LISTS | {"num_hidden_layers": 4}),
     "deepseek-shape": ("DeepseekV3Config", DEEPSEEK | {"num_hidden_layers": 8}),
     # Of whose keys a rank has as many as the others.
     "one-kv-head": ("LlamaConfig", LLAMA | {"num_hidden_layers": 4, "num_key_value_heads": 1}),

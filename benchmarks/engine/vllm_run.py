@@ -18,7 +18,8 @@ from .commands import Requests
 from .driver import HERE, Run, scratch
 from .vllm_worker import Worker
 
-OURS, PEER, MLA_PEER = "CUSTOM", "FLASH_ATTN", "FLASH_ATTN_MLA"
+OURS, PEER, MLA_PEER, LISTS_PEER = "CUSTOM", "FLASH_ATTN", "FLASH_ATTN_MLA", "FLASHMLA_SPARSE"
+PACKED = "fp8_ds_mla"  # a cache of e4m3 with scales in its rows
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 # Engines share the card: a small part of its memory suffices for a start, whatever the cache takes.
 PART_OF_MEMORY = 0.05
@@ -30,7 +31,9 @@ class VllmRun(Run):
     engine, ours = "vllm", OURS
 
     def peer_of(self, model: str) -> str:
-        """FlashAttention-3, for MLA too."""
+        """FlashAttention-3, for MLA too; FlashMLA where an indexer chooses the keys."""
+        if model.startswith("deepseek-lists"):
+            return LISTS_PEER
         return MLA_PEER if model.startswith("deepseek") else PEER
 
     def maker(self, options: dict[str, Any], in_process: bool) -> Callable[[], Requests]:
