@@ -17,10 +17,11 @@ from ..attention.operators.sparse_mla_decode import plan_sparse_mla_decode
 from ..kernels.native.sparse_mla.select import ROW_FORMS
 from ..tensor import TensorView
 from .latent_batch import LISTED_LATENT, PAGE_SIZE, LatentDecodes, LatentOptions, attend_latent
-from .scratch import Limits, load, shared_scratch
+from .scratch import Limits, SharedScratch, load, shared_scratch
 
 _SIZES = 4  # of steps that write a fast path for any size
 _ADDRESS = 256  # of tensors that a plan is made for, which reads none
+_FULL_GRID = 256  # query tokens that occupy all multiprocessors of any GPU with these kernels
 
 
 class LatentKind(NamedTuple):
@@ -178,29 +179,33 @@ class ListKind(NamedTuple):
     device: int
 
 
-def load_lists(kind: ListKind, batch_invariant: bool, most_tokens: int, log: logging.Logger) -> None:
-    """Load all kernels that a layer may use, for steps of up to ``most_tokens`` query tokens.
+def reserve_lists(kind: ListKind, batch_invariant: bool, limits: Limits, log: logging.Logger) -> SharedScratch:
+    """Load all kernels that a layer may use, and reserve their scratch; the scratch.
 
     Args:
+        limits: the most that a step has, all of whose query tokens may have lists.
         log: gets a line that names the kernels of each kind of layer.
     """
-    done, ready = ("lists", kind, batch_invariant, most_tokens), shared_scratch(kind.device).ready
-    if done in ready:
-        return
-    ready.add(done)
+    scratch = shared_scratch(kind.device)
+    done = ("lists", kind, batch_invariant, limits)
+    if done in scratch.ready:
+        return scratch
+    scratch.ready.add(done)
     tensor, (columns, row_bytes) = partial(_tensor, kind.device), ROW_FORMS[kind.rows]
+    packed = kind.rows == "scaled_e4m3"
+    cache = tensor(*(("uint8", 1, PAGE_SIZE, row_bytes) if packed else ("bfloat16", 1, PAGE_SIZE, columns)))
     plans = [
         plan_sparse_mla_decode(
             tensor("bfloat16", tokens, kind.heads, columns),
-            tensor("uint8", 1, PAGE_SIZE, row_bytes)
-            if kind.rows == "scaled_e4m3"
-            else tensor("bfloat16", 1, PAGE_SIZE, columns),
+            cache,
             tensor("int32", tokens, kind.width),
             tensor("bfloat16", tokens, kind.heads, LISTED_LATENT),
             softmax_scale=1.0,
             batch_invariant=batch_invariant,
         )
-        for tokens in sorted({1, most_tokens})
+        for tokens in sorted({*range(1, min(limits.tokens, _FULL_GRID) + 1), limits.tokens})
     ]
+    scratch.cover(plans, limits)
     named = f"sparse MLA with {LISTED_LATENT} + {ROPE} columns, {kind.heads} heads, rows of {row_bytes} bytes"
     log.info("cubin_runtime: layers of %s run on %s", named, ", ".join(load(plans)))
+    return scratch

@@ -26,6 +26,7 @@ from vllm.platforms.interface import DeviceCapability  # noqa: E402
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType  # noqa: E402
 from vllm.v1.attention.backends.mla import sparse_utils  # noqa: E402
 
+from cubin_runtime.attention import Runtime  # noqa: E402
 from cubin_runtime.errors import UsageError  # noqa: E402
 from cubin_runtime.testing import StandIn  # noqa: E402
 from tests.integrations.launch_records import integers, sparse_mla_launches  # noqa: E402
@@ -229,3 +230,24 @@ def test_layers_that_are_refused(monkeypatch: pytest.MonkeyPatch, changed: dict[
     backend = use(monkeypatch, config)
     with pytest.raises(UsageError, match=named):
         layer_of(backend, config, **{"topk_indices_buffer": lists_of(1), **changed})
+
+
+@pytest.mark.parametrize("changed", [{"heads": 64, "cache_dtype": PACKED}, {"heads": 24}])
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_steps_of_any_size_load_and_allocate_nothing(
+    hopper: Runtime, standin: StandIn, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], batch_invariant: bool
+) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", str(int(batch_invariant)))
+    most = 300
+    scheduler = SimpleNamespace(max_num_seqs=12, max_num_batched_tokens=most)
+    config = sparse(scheduler_config=scheduler, **changed)
+    layer = layer_of(use(monkeypatch, config), config, topk_indices_buffer=lists_of(most))
+    loads, allocations = hopper.stats().loads, len(standin.calls("cuMemAlloc"))
+    assert loads > 0
+    assert allocations > 0
+    packed, heads = "cache_dtype" in changed, changed["heads"]
+    kv_cache = torch.zeros(BLOCKS, BLOCK, 656 if packed else 576, dtype=torch.uint8 if packed else BF16)
+    for tokens in range(1, most + 1):
+        layer.attend(torch.zeros(tokens, heads, 576, dtype=BF16), kv_cache, lists_of(tokens)[:tokens])
+    assert hopper.stats().loads == loads
+    assert len(standin.calls("cuMemAlloc")) == allocations

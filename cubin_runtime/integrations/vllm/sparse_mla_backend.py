@@ -18,7 +18,8 @@ from ...attention.operators.sparse_mla_decode import sparse_mla_decode
 from ...errors import UsageError
 from ...kernels.native.sparse_mla.select import ROW_FORMS
 from ..latent_batch import LISTED_LATENT, unserved_lists
-from ..latent_readiness import ListKind, load_lists
+from ..latent_readiness import ListKind, reserve_lists
+from ..scratch import SharedScratch
 from .backend import LOGGER, limits_of, refused_drafts
 from .mla_backend import LatentBackend
 from .versions import latent_cache_interface, lists_width
@@ -198,11 +199,16 @@ class CubinRuntimeSparseMlaImpl(*_BASES):  # type: ignore[misc]
         if (refused := unserved_lists(self.kv_lora_rank, self.qk_rope_head_dim, num_heads, width)) is not None:
             raise UsageError(refused)
         self._batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
-        limits, lists = limits_of(get_current_vllm_config()), self.topk_indices_buffer
-        if limits is not None and lists.is_cuda:
-            rows = PACKED_ROWS if kv_cache_dtype == PACKED else "bf16"
-            kind = ListKind(num_heads, rows, width, lists.device.index or 0)
-            load_lists(kind, self._batch_invariant, limits.tokens, LOGGER)
+        self._scratch = self._reserve(width)
+
+    def _reserve(self, width: int) -> SharedScratch | None:
+        """Load kernels and reserve scratch while vLLM makes the model, whose memory it counts."""
+        limits, device = limits_of(get_current_vllm_config()), self.topk_indices_buffer.device
+        if limits is None or device.type == "meta":
+            return None
+        rows = PACKED_ROWS if self.kv_cache_dtype == PACKED else "bf16"
+        kind = ListKind(self.num_heads, rows, width, device.index or 0)
+        return reserve_lists(kind, self._batch_invariant, limits, LOGGER)
 
     def _forward_mqa_kernel(
         self,
@@ -236,6 +242,13 @@ class CubinRuntimeSparseMlaImpl(*_BASES):  # type: ignore[misc]
             q = torch.cat(q, dim=-1)
         out = torch.empty((*q.shape[:2], LISTED_LATENT), dtype=torch.bfloat16, device=q.device)
         sparse_mla_decode(
-            q, kv_cache, indices, softmax_scale=self.scale, batch_invariant=self._batch_invariant, out=out
+            q,
+            kv_cache,
+            indices,
+            softmax_scale=self.scale,
+            batch_invariant=self._batch_invariant,
+            out=out,
+            # Lists have the same length however many keys there are.
+            workspace=self._scratch.of_launch(1, q.shape[0], 0) if self._scratch else None,
         )
         return out
