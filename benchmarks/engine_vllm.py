@@ -4,6 +4,7 @@ Run by ``engine_run.sh`` on a machine with a Hopper GPU, with what ``tools/pack_
 ``python benchmarks/engine_vllm.py --out DIR --models DIR SECTION...``. Sections:
 
 * ``tokens``: greedy tokens of models with random weights, judged in float32; bits of requests in crowds.
+* ``lists``: outputs of sparse MLA layers beside float32, for the lists that vLLM's indexer made.
 * ``figures``: jobs of models of real shapes; engines take turns, ``--rounds`` times.
 * ``cache_dtypes``: jobs over caches of 16 bits and of e4m3, in turns.
 * ``readiness``: our part of the start; what 2,000 requests load, allocate and generate after 20.
@@ -49,6 +50,8 @@ DEALT_JOBS: dict[str, tuple[list[int], int]] = {
 NGRAM = {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2}
 SHAPES = ("llama-shape", "gptoss-shape", "gemma3-shape", "qwen3moe-shape", "deepseek-shape")
 MODELS = ("llama", "gptoss", "gemma3", "qwen3moe", "deepseek", "deepseek-lists", "gemma2")
+# Bytes of cache for the prompts of judged tokens, of any of the models; engines of several models share a card.
+TOKENS_CACHE = 3_000_000_000
 # Engines beside both backends and ours without graphs, by the other backend.
 PACKED_CACHE = {"kv_cache_dtype": PACKED}
 THIRDS: dict[str, dict[str, dict[str, Any]]] = {
@@ -68,8 +71,20 @@ def tokens(run: Run) -> None:
         with ExitStack() as stack:
             eager = {"enforce_eager": True}
             more: dict[str, dict[str, Any]] = {f"{OURS} eager": eager, **THIRDS[run.peer_of(model)]}
-            engines, failed = run.ready(run.pair(stack, model, more=more, wait=False))
+            given = {"kv_cache_memory_bytes": min(run.cache_bytes, TOKENS_CACHE)}
+            engines, failed = run.ready(run.pair(stack, model, more=more, wait=False, **given))
             run.row(model=model, failed=failed, **run.both(engines), **run.judged(engines, model, model))
+
+
+def lists(run: Run) -> None:
+    """Outputs of sparse MLA layers beside float32, over caches of both kinds, for the lists that the engine made."""
+    for model in run.names or ("deepseek-lists",):
+        with ExitStack() as stack:
+            given = {"in_process": True, "enforce_eager": True, "kv_cache_memory_bytes": TOKENS_CACHE}
+            engines = run.start(stack, model, {OURS: {}, f"{OURS} {PACKED}": PACKED_CACHE}, **given)
+            for engine in engines:
+                engine.tell("listed", lengths=[1, 17, 100, 500, 512, 513, 700, 1500, 3000, 7000], new=16)
+            run.row(model=model, **run.both(engines), layers={engine.label: engine.answer() for engine in engines})
 
 
 def figures(run: Run) -> None:
@@ -286,7 +301,7 @@ def rank_figures(run: Run) -> None:
 
 
 SECTIONS = (
-    *(tokens, figures, cache_dtypes, readiness, host, drafts, refusals, states, invariance),
+    *(tokens, lists, figures, cache_dtypes, readiness, host, drafts, refusals, states, invariance),
     *(server, ranks, dealt, rank_figures),
 )
 

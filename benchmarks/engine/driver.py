@@ -99,7 +99,7 @@ class Engine:
         """The next answer.
 
         Raises:
-            RuntimeError: the engine ended; the message has the end of its log.
+            RuntimeError: the engine ended; the message has the errors that its log names first, and the log's end.
         """
         while not self._connection.poll(0.5) and self._process.is_alive():
             pass
@@ -108,7 +108,10 @@ class Engine:
         except EOFError:
             answer = {}
         if not answer:
-            raise RuntimeError(f"{self.label} ended: {self.log.read_text()[-1500:]}")
+            said = self.log.read_text()
+            # An engine's own process fails first, and the others tell of it at length.
+            errors = [line[-300:] for line in said.splitlines() if "Error: " in line][:4]
+            raise RuntimeError("\n".join((f"{self.label} ended:", *errors, "...", said[-1000:])))
         return answer
 
     def graphs(self) -> list[str]:

@@ -1,6 +1,8 @@
 """Which backend is nearer to float32.
 
 The model runs in float32 over each prompt and a run's tokens; the error is that of the logprob of each chosen token.
+Where an indexer chooses the keys of each token, requests that are within its lists stand apart from those that are
+longer, and the first backend is judged beside a model that attends to all keys, too.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 LONGEST = 4000
+Exact = dict[tuple[int, ...], Any]
 
 
 def judge(where: Path, out: Path, files: Mapping[str, Path]) -> None:
@@ -21,20 +24,24 @@ def judge(where: Path, out: Path, files: Mapping[str, Path]) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     model = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32, attn_implementation="eager").to("cuda")
     runs = {name: json.loads(path.read_text()) for name, path in files.items()}
-    known: dict[tuple[int, ...], Any] = {}
-    result: dict[str, Any] = {name: _judged(model, run, known) for name, run in runs.items()}
+    width, known = getattr(model.config, "index_topk", None), Exact()
+    result: dict[str, Any] = {name: _judged(model, run, known, width) for name, run in runs.items()}
     first, *others = runs
     for other in others:
         pairs = zip(runs[first]["requests"], runs[other]["requests"], strict=True)
         result[f"requests of {other} with the tokens of {first}"] = sum(a["tokens"] == b["tokens"] for a, b in pairs)
+    if width is not None:
+        for layer in model.model.layers:
+            layer.self_attn.indexer.index_topk = 2 * LONGEST
+        result[f"{first} beside all keys"] = _judged(model, runs[first], Exact(), width)
     out.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def _judged(model: Any, run: Any, known: dict[tuple[int, ...], Any]) -> dict[str, Any]:
-    """The errors of one run; ``known``: the exact logprobs of runs before, by the tokens."""
+def _judged(model: Any, run: Any, known: Exact, width: int | None) -> dict[str, Any]:
+    """The errors of one run; ``known``: the exact logprobs of runs before, by the tokens; ``width``: of lists."""
     import torch
 
-    errors: list[float] = []
+    errors: dict[bool, list[float]] = {True: [], False: []}  # of requests within the lists, and of longer ones
     same = 0
     for prompt, made in zip(run["prompts"], run["requests"], strict=True):
         if len(prompt) > LONGEST:
@@ -48,14 +55,20 @@ def _judged(model: Any, run: Any, known: dict[tuple[int, ...], Any]) -> dict[str
         exact = known[text]
         chosen = exact[torch.arange(len(tokens)), torch.tensor(tokens)].tolist()
         of_run = [dict(map(tuple, given))[token] for token, given in zip(tokens, made["logprobs"], strict=True)]
-        errors += [abs(one - other) for one, other in zip(chosen, of_run, strict=True)]
+        within = width is None or len(text) <= width
+        errors[within] += [abs(one - other) for one, other in zip(chosen, of_run, strict=True)]
         same += int((exact.argmax(-1) == torch.tensor(tokens)).sum())
-    errors.sort()
+    judged = {**_summary(errors[True] + errors[False]), "float32_chooses_the_same": same}
+    apart = {"within_lists": errors[True], "beyond_lists": errors[False]} if width is not None else {}
+    return judged | {name: _summary(each) for name, each in apart.items()}
+
+
+def _summary(errors: list[float]) -> dict[str, Any]:
+    errors = sorted(errors)
     return {
         "tokens": len(errors),
         "mean_error": round(sum(errors) / len(errors), 5),
         "median_error": round(errors[len(errors) // 2], 5),
         "p99_error": round(errors[int(len(errors) * 0.99)], 5),
         "max_error": round(errors[-1], 5),
-        "float32_chooses_the_same": same,
     }

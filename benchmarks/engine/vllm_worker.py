@@ -9,10 +9,11 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from .commands import Requests, memory, prompt_of
+from .listed import listed_layers
 from .trace import Trace
 
 DEFAULTS = {"skip_tokenizer_init": True, "max_model_len": 8192, "dtype": "bfloat16", "seed": 0}
@@ -63,9 +64,8 @@ class Worker(Requests):
         begin = time.perf_counter()
         self._engine = LLM(**{**DEFAULTS, **options})
         self.started = {"engine_seconds": round(time.perf_counter() - begin, 2)}
-        if in_process and options["attention_backend"] == "CUSTOM":
-            self.started["ours_seconds"] = round(self._clock.seconds.get("_make_ready", 0.0), 3)
-            self.started["ours_calls"] = self._clock.calls.get("_make_ready", 0)
+        if calls := self._clock.calls.get("_make_ready"):
+            self.started |= {"ours_seconds": round(self._clock.seconds["_make_ready"], 3), "ours_calls": calls}
 
     def _time_attention(self, backend: str) -> None:
         if backend == "FLASH_ATTN":
@@ -121,6 +121,15 @@ class Worker(Requests):
             counted["equal"] += sum(one == other for one, other in zip(alone, together, strict=True))
             for name, number in self._trace.parted().items():
                 counted[name] = counted.get(name, 0) + number
+        return counted
+
+    def listed(self, lengths: Sequence[int], new: int) -> dict[str, float]:
+        """What sparse MLA layers of ours gave for prompts of these lengths; in the process, without graphs."""
+        from cubin_runtime.integrations.vllm.sparse_mla_backend import CubinRuntimeSparseMlaImpl
+
+        chance = random.Random(13)
+        with listed_layers(CubinRuntimeSparseMlaImpl) as counted:
+            self._generate([prompt_of(chance, length) for length in lengths], new)
         return counted
 
     def host(self, requests: int, new: int, seed: int) -> dict[str, Any]:

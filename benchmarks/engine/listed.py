@@ -1,0 +1,66 @@
+"""What sparse MLA layers of ours gave in an engine, beside float32 over the lists and the cache that they got."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+SAMPLES = 8  # query tokens of a call
+LATENT, SCALES, ROPE = 512, 4, 64
+
+
+@contextmanager
+def listed_layers(layer_class: Any) -> Iterator[dict[str, float]]:
+    """Count calls of layers of a class, and the largest errors of some of their query tokens.
+
+    A relative error is that of the norm over all heads of a token.
+    """
+    inner: Callable[..., Any] = layer_class.attend
+    counted = {"calls": 0, "most_tokens_of_a_call": 0, "tokens": 0, "tokens_with_full_lists": 0}
+    counted |= {"relative_error": 0.0, "absolute_error": 0.0}
+
+    def attend(own: Any, q: Any, kv_cache: Any, indices: Any) -> Any:
+        out = inner(own, q, kv_cache, indices)
+        _count(counted, q, kv_cache, indices, own.scale, out)
+        return out
+
+    layer_class.attend = attend
+    try:
+        yield counted
+    finally:
+        layer_class.attend = inner
+
+
+def _count(counted: dict[str, float], q: Any, kv_cache: Any, indices: Any, scale: float, out: Any) -> None:
+    import torch
+
+    q = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
+    rows = kv_cache.reshape(-1, kv_cache.shape[-1])
+    counted["calls"] += 1
+    counted["most_tokens_of_a_call"] = max(counted["most_tokens_of_a_call"], q.shape[0])
+    for token in range(0, q.shape[0], -(-q.shape[0] // SAMPLES)):
+        slots = indices[token][indices[token] >= 0].long()
+        if not len(slots):
+            continue
+        keys = _float32(rows[slots])
+        probabilities = torch.softmax(q[token].float() @ keys.T * scale, -1)
+        exact = probabilities @ keys[:, :LATENT]
+        difference = out[token].float() - exact
+        relative = float(difference.norm() / exact.norm())
+        counted["tokens"] += 1
+        counted["tokens_with_full_lists"] += len(slots) == indices.shape[1]
+        counted["relative_error"] = max(counted["relative_error"], round(relative, 6))
+        counted["absolute_error"] = max(counted["absolute_error"], round(float(difference.abs().max()), 6))
+
+
+def _float32(rows: Any) -> Any:
+    """Rows of the cache ``[rows, 576]``, of bf16 or of 656 bytes."""
+    import torch
+
+    if rows.dtype == torch.bfloat16:
+        return rows.float()
+    parts = rows.view(torch.uint8).split([LATENT, 4 * SCALES, 2 * ROPE], dim=-1)
+    values, scales, rope = (part.contiguous() for part in parts)
+    factors = scales.view(torch.float32).repeat_interleave(LATENT // SCALES, dim=-1)
+    return torch.cat((values.view(torch.float8_e4m3fn).float() * factors, rope.view(torch.bfloat16).float()), dim=-1)
