@@ -37,6 +37,21 @@ def test_errors_stand_beside_each_other_by_backend(tmp_path: Path) -> None:
     assert text.endswith("| Llama 3 8B, 4 layers | 1,536 | 0.0123 | 0.0200 |")
 
 
+def test_errors_within_and_beyond_lists(tmp_path: Path) -> None:
+    within, beyond = ({"mean_error": error, "tokens": 960} for error in (0.02, 2))
+    judged = {"within_lists": within, "beyond_lists": beyond}
+    row = {"model": "deepseek-lists", "judge": {"CUSTOM fp8_ds_mla eager": judged, "requests of CUSTOM": 3}}
+    text = page(tmp_path, "vllm_tokens_lists", row)
+    assert text.endswith(" 4 layers | ours fp8_ds_mla without graphs | 960 | 0.0200 | 960 | 2.0000 |")
+
+
+def test_errors_of_layers_over_their_lists(tmp_path: Path) -> None:
+    counted = {"calls": 68, "tokens": 1348, "tokens_with_full_lists": 212}
+    layers = {"CUSTOM": {**counted, "relative_error": 0.00235, "absolute_error": 0.0125}}
+    text = page(tmp_path, "vllm_lists", {"model": "deepseek-lists", "layers": layers})
+    assert text.endswith(" 4 layers | ours | 68 | 1,348 | 212 | 0.0024 | 0.0125 |")
+
+
 def test_the_best_of_the_rounds_and_the_ratios_of_a_job(tmp_path: Path) -> None:
     rounds = {"cubin_runtime": [{"whole": 2.0}, {"whole": 1.5}], "triton": [{"whole": 3.0}, {"whole": 1.8}]}
     row = {"model": "llama-shape", "job": "1 x 8 + 2", "rounds": rounds, "ratios": {"whole": 1.2}}
