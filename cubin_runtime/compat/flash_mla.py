@@ -62,7 +62,8 @@ def flash_mla_with_kvcache(
         softmax_scale: None: 1 / sqrt(576).
         causal: without ``indices``, required if q_len is over 1.
         is_fp8_kvcache: whether the cache has rows of 656 bytes.
-        indices: int32 ``[batch, q_len, width]``, slots of the cache; negative entries are holes.
+        indices: int32 ``[batch, q_len, width]``, slots of the cache; negative entries are holes. Where pages have gaps
+            between them, and a size that is no power of two, torch converts the slots in launches of its own.
         attn_sink: float32 ``[heads]``, with ``indices`` alone: changes the output, not the log-sum-exp.
         topk_length: int32 ``[batch]``, with ``indices`` alone: entries of each request's lists that count.
         extra_k_cache, extra_indices_in_kvcache, extra_topk_length: refused unless None.
@@ -110,10 +111,11 @@ def flash_mla_with_kvcache(
             raise UsageError(f"k_cache has dtype {k_cache.dtype}", argument="is_fp8_kvcache", value=is_fp8_kvcache)
         if shape_of(indices, "indices", 3)[:2] != (batch, q_len):
             raise UsageError(f"shape {tuple(indices.shape)}, expected [{batch}, {q_len}, width]", argument="indices")
+        rows, slots = _without_gaps(k_cache, indices.flatten(0, 1))
         sparse_mla_decode(
             q.flatten(0, 1),
-            k_cache,
-            indices.flatten(0, 1),
+            rows,
+            slots,
             softmax_scale=scale,
             topk_lens=_of_tokens(topk_length, q_len),
             sinks=attn_sink,
@@ -123,6 +125,22 @@ def flash_mla_with_kvcache(
             lse=lse.flatten(0, 1),
         )
     return out, torch.where(lse == -math.inf, math.inf, lse).transpose(1, 2)
+
+
+def _without_gaps(cache: Any, slots: Any) -> tuple[Any, Any]:
+    """The rows of a cache with the gaps between its pages, and slots of these rows: kernels divide by powers of two.
+
+    A cache that needs no conversion, and one whose gaps are no whole rows, come back as they are.
+    """
+    pages, page_size = cache.shape[:2]
+    page, row = cache.stride()[:2]
+    if pages == 1 or page_size.bit_count() == 1 or page <= page_size * row or page % row:
+        return cache, slots
+    in_page = page // row
+    rows = cache.as_strided(((pages - 1) * in_page + page_size, cache.shape[3]), (row, cache.stride(3)))
+    # Holes stay holes: below 0, or behind the last row.
+    slots = slots.clamp(-1, pages * page_size)
+    return rows, slots + slots.div(page_size, rounding_mode="floor") * (in_page - page_size)
 
 
 def _of_tokens(lengths: Any, q_len: int) -> Any:

@@ -78,6 +78,31 @@ def test_bf16_rows_are_taken_with_lists(standin: StandIn) -> None:
     assert (seen["row_bytes"], seen["topk_lens"], seen["softmax_scale"]) == (1152, 0, pytest.approx(0.3))
 
 
+def test_slots_of_pages_of_any_size_with_gaps_become_slots_of_rows_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(flash_mla, "sparse_mla_decode", lambda _, cache, lists, **__: seen.extend((cache, lists)))
+    pages = torch.randint(0, 99, (10, 63, 656), dtype=torch.uint8)[:, :61]
+    slots = torch.tensor([0, 60, 61, 345, 609, -1, -(2**31), 610, 2**31 - 1], dtype=INT32)
+    indices = slots.expand(BATCH, Q_LEN, len(slots))
+    flash_mla.flash_mla_with_kvcache(**call(k_cache=pages[:, :, None], indices=indices))
+    rows, lists = seen
+    assert rows.data_ptr() == pages.data_ptr()
+    assert torch.equal(rows[lists[0, :5]], pages.reshape(-1, 656)[slots[:5]])
+    assert (lists[:, 5:7] < 0).all()
+    assert (lists[:, 7:] >= len(rows)).all()
+    assert (tuple(lists.shape), lists.dtype) == ((BATCH * Q_LEN, len(slots)), INT32)
+
+
+@pytest.mark.parametrize("page_size", [61, 64])
+def test_other_caches_reach_the_kernel_as_they_are(standin: StandIn, page_size: int) -> None:
+    pages = torch.zeros(10, 65, 1, 656, dtype=torch.uint8)
+    cache = pages[:, :64] if page_size == 64 else pages[:, :61].contiguous()
+    given = call(k_cache=cache)
+    flash_mla.flash_mla_with_kvcache(**given)
+    seen = sent(standin, SPARSE_MLA_DECODE)
+    assert (seen["indices"], seen["rows"]) == (given["indices"].data_ptr(), 10 * page_size)
+
+
 def test_requests_reach_the_dense_kernel(standin: StandIn) -> None:
     given = dense(2, causal=True)
     out, lse = flash_mla.flash_mla_with_kvcache(**given)

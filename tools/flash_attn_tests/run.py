@@ -86,7 +86,13 @@ def run(given: argparse.Namespace) -> int:
         with tarfile.open(given.staged) as opened:
             opened.extractall(folder, filter="data")
         statuses = flashinfer_run.run_jobs(
-            given, folder, began + given.seconds, NAME, TEST, lambda own: environment(folder, own), grace=20
+            given,
+            folder,
+            began + given.seconds,
+            NAME,
+            flashinfer_run.pytest_command(given, TEST),
+            lambda own: environment(folder, own),
+            grace=20,
         )
         records = [record for path in folder.glob("records-*") for record in flashinfer_run.read(path)]
         staged = json.loads((folder / "staged.json").read_text())

@@ -46,7 +46,12 @@ def main() -> int:
         # Any file: whoever runs tests holds its lock.
         turn = {"turn": str(folder / "staged.json")}
         statuses = run_jobs(
-            given, folder, began + given.seconds, NAME, "tests/attention", lambda own: environment(folder, own | turn)
+            given,
+            folder,
+            began + given.seconds,
+            NAME,
+            pytest_command(given, "tests/attention"),
+            lambda own: environment(folder, own | turn),
         )
         staged = json.loads((folder / "staged.json").read_text())
         records = [record for path in folder.glob("records-*") for record in read(path)]
@@ -94,16 +99,23 @@ def device_name() -> str:
         return "none"
 
 
+def pytest_command(given: argparse.Namespace, tests: str) -> list[str]:
+    """The command of a process that runs ``tests`` with the plug-in beside the tool."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "plugin", "-p", "no:cacheprovider", "--noconftest"]
+    command += ["-c", os.devnull, "--rootdir", ".", "--tb", "short", *(["-k", given.only] if given.only else [])]
+    return [*command, *(["--collect-only"] if given.collect else []), tests]
+
+
 def run_jobs(
     given: argparse.Namespace,
     folder: Path,
     until: float,
     name: str,
-    tests: str,
+    command: list[str],
     environment_of: Callable[[dict[str, Any]], dict[str, str]],
     grace: float = 45,
 ) -> list[int]:
-    """Run the processes side by side, logging to ``OUT/name-JOB.log``; their exit statuses.
+    """Run ``command`` in processes side by side, logging to ``OUT/name-JOB.log``; their exit statuses.
 
     ``environment_of`` gives a process its environment for its settings. ``grace``: seconds for the last tests to end;
     what then hangs is ended.
@@ -118,14 +130,9 @@ def run_jobs(
             "until": until,
             "records": str(folder / f"records-{job}"),
         }
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "plugin", "-p", "no:cacheprovider", "--noconftest"]
-        command += ["-c", os.devnull, "--rootdir", ".", "--tb", "short", *(["-k", given.only] if given.only else [])]
-        command += ["--collect-only"] if given.collect else []
         log = (given.out / f"{name}-{job}.log").open("w")
         jobs.append(
-            subprocess.Popen(
-                [*command, tests], cwd=folder, env=environment_of(settings), stdout=log, stderr=subprocess.STDOUT
-            )
+            subprocess.Popen(command, cwd=folder, env=environment_of(settings), stdout=log, stderr=subprocess.STDOUT)
         )
     statuses = []
     for process in jobs:
