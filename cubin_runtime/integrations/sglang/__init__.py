@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..interface import register_safely
-from .versions import NAME, add_backend, check_interface
+from .versions import NAME, add_backend, check_interface, has_lists
 
 __all__ = ["NAME", "register"]
 
@@ -28,6 +28,10 @@ def _register() -> None:
 
 
 def _backend(runner: Any) -> Any:
+    if getattr(runner, "use_mla_backend", False) and has_lists(runner):
+        from .sparse_mla_backend import CubinRuntimeSparseMlaAttnBackend
+
+        return CubinRuntimeSparseMlaAttnBackend(runner)
     if getattr(runner, "use_mla_backend", False):
         from .mla_backend import CubinRuntimeMlaAttnBackend
 

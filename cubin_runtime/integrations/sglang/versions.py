@@ -53,6 +53,24 @@ def add_backend(make: Callable[[Any], Any]) -> None:
     _default_page_size()
 
 
+def has_lists(runner: Any) -> bool:
+    """Return whether an indexer chooses the rows that the model attends to."""
+    from sglang.srt.configs.model_config import is_deepseek_dsa
+
+    config = getattr(runner.model_config, "hf_config", None)
+    return config is not None and bool(is_deepseek_dsa(config))
+
+
+def serve_lists() -> None:
+    """Have SGLang's layers treat our name as ``dsa``, its own where an indexer chooses rows."""
+    from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
+    from sglang.srt.models.deepseek_common.utils import FORWARD_ABSORB_CORE_ATTENTION_BACKENDS
+
+    AttentionBackendRegistry.register(NAME, AttentionBackendRegistry.get_handler("dsa"))
+    if NAME not in FORWARD_ABSORB_CORE_ATTENTION_BACKENDS:  # whose layers pass latent and rope columns apart
+        FORWARD_ABSORB_CORE_ATTENTION_BACKENDS.append(NAME)
+
+
 def is_deterministic() -> bool:
     """Return whether the server runs with deterministic inference."""
     from sglang.srt import runtime_context
