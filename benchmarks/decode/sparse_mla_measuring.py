@@ -74,15 +74,18 @@ def sparse_ours_of(problem: MlaProblem, runtime: Runtime, stream: int, batch_inv
     return plan, [call_of(lists) for lists in p.tables]
 
 
+def keys_of(rows: torch.Tensor) -> torch.Tensor:
+    """The keys in rows of the cache, ``[rows, 576]`` in float64; their first 512 columns are the values."""
+    if rows.dtype != torch.uint8:
+        return rows.double()
+    scales = rows[:, LATENT:_SCALES_END].view(torch.float32).double()
+    latent = rows[:, :LATENT].view(DTYPES["e4m3"]).double() * scales.repeat_interleave(BLOCK, dim=1)
+    return torch.cat([latent, rows[:, _SCALES_END:].view(torch.bfloat16).double()], dim=1)
+
+
 def reference(problem: MlaProblem, token: int) -> torch.Tensor:
     """The output of a token in float64."""
-    rows = problem.cache.flatten(0, 1)[problem.tables[0][token].long()]
-    if rows.dtype == torch.uint8:
-        scales = rows[:, LATENT:_SCALES_END].view(torch.float32).double()
-        latent = rows[:, :LATENT].view(DTYPES["e4m3"]).double() * scales.repeat_interleave(BLOCK, dim=1)
-        keys = torch.cat([latent, rows[:, _SCALES_END:].view(torch.bfloat16).double()], dim=1)
-    else:
-        keys = rows.double()
+    keys = keys_of(problem.cache.flatten(0, 1)[problem.tables[0][token].long()])
     scores = problem.q[token].double() @ keys.T * SCALE
     return scores.softmax(dim=1) @ keys[:, :LATENT]
 
