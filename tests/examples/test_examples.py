@@ -74,6 +74,24 @@ def test_the_loop_replays_the_graph_of_the_smallest_bucket(
     assert len(cubin_standin.calls("cuGraphLaunch")) == len(steps)
 
 
+@pytest.mark.torch
+def test_the_example_with_an_indexer_chooses_rows_and_plans(device: Device, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torch", reason="torch is not installed")
+    example_script("sparse_mla").main(device)
+    said = capsys.readouterr().out
+    assert "chose (512, 512, 1, 0, 512) rows of 656 bytes" in said
+    assert "sparse_mla_decode" in said
+
+
+@pytest.mark.torch
+def test_packed_rows_are_keys_within_the_rounding_of_e4m3() -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    example, keys = example_script("sparse_mla"), torch.randn(20, 576, dtype=torch.bfloat16)
+    rows = example.pack(keys)
+    assert (rows.dtype, tuple(rows.shape)) == (torch.uint8, (20, 656))
+    torch.testing.assert_close(example.unpack(rows), keys.double(), rtol=1 / 16, atol=2e-5)
+
+
 def test_the_longest_path_of_right_drafts_is_accepted() -> None:
     example = example_script("speculative_tree")
     assert example.accept((-1, 0, 0, 1, 1, 2, 3), {0, 2, 5}) == [0, 2, 5]
@@ -171,6 +189,12 @@ def test_without_numpy_an_example_says_in_one_line_what_installs_it(tmp_path: Pa
     done = run_example(tmp_path, name, without="numpy")
     assert (done.returncode, done.stdout) == (4, "")
     assert done.stderr == "error: no module 'numpy': pip install numpy\n"
+
+
+def test_without_torch_its_example_says_in_one_line_what_installs_it(tmp_path: Path) -> None:
+    done = run_example(tmp_path, "sparse_mla", without="torch")
+    assert (done.returncode, done.stdout) == (4, "")
+    assert done.stderr == "error: no module 'torch': pip install torch\n"
 
 
 def test_without_cuda_core_its_example_says_in_one_line_what_installs_it(tmp_path: Path) -> None:

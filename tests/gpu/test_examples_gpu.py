@@ -44,6 +44,12 @@ def test_an_example_agrees_with_float64(name: str, device: Device, capsys: pytes
     assert "relative error" in shown(name, capsys)
 
 
+def test_the_example_with_an_indexer_agrees_with_float64(device: Device, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torch", reason="torch is not installed")
+    example_script("sparse_mla").main(device)
+    assert shown("sparse_mla", capsys).count("relative error") == 2
+
+
 def test_a_kernel_of_ones_own_agrees_with_float64(
     device: Device, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
