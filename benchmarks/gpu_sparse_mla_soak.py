@@ -94,6 +94,7 @@ class Soak:
             runtime=self.runtime,
             **tensors,
         )
+        self.plan.preload()
         self.workspace = self.plan.prepare(self.stream.cuda_stream)
         torch.cuda.synchronize()
         self.graph = torch.cuda.CUDAGraph()

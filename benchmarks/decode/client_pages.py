@@ -18,6 +18,8 @@ OUTCOMES = {
     "skipped": "skipped by the tests",
     "not run": "not run in time",
 }
+# Outcomes of FlashMLA's tests.
+FLASH_MLA_OUTCOMES = ("passed", "refused", "failed", "not run")
 # Outcomes of FlashAttention-3's tests.
 FLASH_ATTN_OUTCOMES = ("passed", "passed in part", "refused", "failed", "skipped")
 
@@ -64,6 +66,28 @@ def flash_attn(report: Report) -> str:
             table(heads, rows),
             "What was refused, by the argument that the error names:",
             table(("tests", "argument"), reasons),
+        )
+    )
+
+
+def flash_mla(report: Report) -> str:
+    """What FlashMLA's own tests say: outcomes by group of tests, and what was refused."""
+    total = report["total"]
+    rows = [
+        (name, *(f"{counts.get(outcome, 0):,}" for outcome in FLASH_MLA_OUTCOMES))
+        for name, counts in report["groups"].items()
+    ]
+    reasons = [(f"{count:,}", f"`{reason}`") for reason, count in report["reasons"]["refused"].items()]
+    return "\n\n".join(
+        (
+            f"On an {report['environment']['gpu']['name']}, {report['jobs']} processes ran {report['ran']:,} of "
+            f"{report['collected']:,} tests of commit `{report['tests'][:12]}` in {report['seconds']:.0f} seconds, as "
+            f"many of each group, with seed {report['seed']}: {total.get('passed', 0):,} passed, "
+            f"{total.get('refused', 0):,} were refused, {total.get('failed', 0):,} failed. "
+            "Data: [`flash_mla_tests.json`](../benchmarks/results/flash_mla_tests.json).",
+            table(("tests", *FLASH_MLA_OUTCOMES), rows),
+            "What was refused, with N for numbers:",
+            table(("tests", "error"), reasons),
         )
     )
 

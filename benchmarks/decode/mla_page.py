@@ -17,6 +17,7 @@ from .tables import (
     replays,
     section,
     singles,
+    table,
 )
 
 SCHEMA = 2
@@ -77,3 +78,34 @@ def sparse(report: Report) -> tuple[str, ...]:
 def _beside_others(rows: list[Row]) -> list[str]:
     columns = (TFLOPS, *READING, *peers_of(rows), RATIO, *singles(rows))
     return section("bf16 queries and cache (batch x keys)", rows, columns)
+
+
+def sparse_soak(report: Report) -> str:
+    """Replays with changing lists: how many, what differed, and the memory."""
+    lines = [
+        (
+            f"{row['heads']} heads, {row['tokens']} tokens, lists of {row['width']:,}, rows of "
+            f"{'656 bytes' if row['rows'] == 'e4m3' else row['rows']}{', invariant' * row['batch_invariant']}",
+            f"{row['replays']:,}",
+            f"{row['plans']}",
+            f"{row['comparisons']:,}",
+            f"{row['different_elements']}",
+            f"{row['largest_difference']:.1e}",
+        )
+        for row in report["rows"]
+    ]
+    heads = ("", "replays", "plans", "comparisons", "elements that differ from a call", "largest difference")
+    growth = report["growth"]
+    return "\n\n".join(
+        (
+            "### Soak",
+            f"{report['environment']['gpu']['name']}; {report['environment']['date'][:10]}. For "
+            f"{report['seconds']:.0f} seconds, {len(lines)} streams replay graphs side by side, each replay with other "
+            "lists and lengths: without holes, with some, with nothing else, and empty. At each comparison a call must "
+            "give the bits of the replay, and four tokens are compared with float64: norm of the difference over that "
+            f"of the output. In the last three quarters of the time the memory in use grew by {growth['device']:,} "
+            f"bytes on the device and {growth['host']:,} in the process. Data: "
+            "[`sparse_mla_soak.json`](../../benchmarks/results/sparse_mla_soak.json).",
+            table(heads, lines),
+        )
+    )

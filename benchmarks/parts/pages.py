@@ -48,7 +48,12 @@ def _mla(results: Path) -> str:
     report, flashmla, sparse = _reports(results, "mla", "mla_flashmla", "sparse_mla")
     beside = (mla_page.beside_flashmla(flashmla), *summary.slower(flashmla))
     own = (*summary.slower(report), mla_page.figures(report))
-    lists = (*mla_page.sparse(sparse), *summary.slower(sparse))
+    soak = report_of(results / "sparse_mla_soak.json")
+    lists = (
+        *mla_page.sparse(sparse),
+        *summary.slower(sparse),
+        _aged(mla_page.sparse_soak(soak), soak["rows"], results),
+    )
     return explained("\n\n".join((*own, *beside, *_profiled(results, "mla"), *lists)))
 
 
@@ -155,6 +160,7 @@ PAGES: Mapping[str, Callable[[Path], str]] = MappingProxyType(
         "several_gpus": _several,
         "flashinfer": lambda results: client_pages.flashinfer(report_of(results / "flashinfer_tests.json")),
         "flash_attn": lambda results: client_pages.flash_attn(report_of(results / "flash_attn_tests.json")),
+        "sparse_mla": lambda results: client_pages.flash_mla(report_of(results / "flash_mla_tests.json")),
         "transformers": _transformers,
         "results/fetching": lambda results: fetch_page.figures(report_of(results / "fetch.json")),
         "speculative": _earlier(operator_pages.draft_tokens, "drafts"),

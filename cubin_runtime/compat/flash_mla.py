@@ -22,6 +22,10 @@ from .shapes import shape_of
 __all__ = ["FlashMLASchedMeta", "flash_mla_with_kvcache", "get_mla_metadata"]
 
 
+# Kernels subtract a sink from itself, of which infinity is not a number; either leaves 0 of every output.
+_LARGEST_SINK = 1e38
+
+
 @dataclass(frozen=True, slots=True)
 class FlashMLASchedMeta:
     """A stand-in for FlashMLA's scheduling metadata; kernels here need none."""
@@ -64,7 +68,8 @@ def flash_mla_with_kvcache(
         is_fp8_kvcache: whether the cache has rows of 656 bytes.
         indices: int32 ``[batch, q_len, width]``, slots of the cache; negative entries are holes. Where pages have gaps
             between them, and a size that is no power of two, torch converts the slots in launches of its own.
-        attn_sink: float32 ``[heads]``, with ``indices`` alone: changes the output, not the log-sum-exp.
+        attn_sink: float32 ``[heads]``, with ``indices`` alone: changes the output, not the log-sum-exp; infinite ones,
+            too, at the cost of a launch by torch.
         topk_length: int32 ``[batch]``, with ``indices`` alone: entries of each request's lists that count.
         extra_k_cache, extra_indices_in_kvcache, extra_topk_length: refused unless None.
 
@@ -118,7 +123,7 @@ def flash_mla_with_kvcache(
             slots,
             softmax_scale=scale,
             topk_lens=_of_tokens(topk_length, q_len),
-            sinks=attn_sink,
+            sinks=None if attn_sink is None else attn_sink.clamp(max=_LARGEST_SINK),
             lse_base="e",
             lse_sink=False,
             out=out.flatten(0, 1),

@@ -11,7 +11,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
-from decode.client_pages import OUTCOMES, context_parallel, transformers
+from decode.client_pages import OUTCOMES, context_parallel, flash_mla, transformers
 from figures import PICTURES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -81,6 +81,17 @@ def test_every_test_of_flashinfers_is_in_its_picture() -> None:
     for counts in (report["total"], *report["files"].values()):
         assert counts.keys() <= {*OUTCOMES, "with the backend made auto"}
     assert sum(counts.get(name, 0) for counts in report["files"].values() for name in OUTCOMES) == report["sample"]
+
+
+def test_the_page_of_sparse_mla_says_what_its_tests_said() -> None:
+    groups = {"sparse, V3.2 rows": {"passed": 240}, "dense": {"passed": 300, "refused": 3}}
+    report = {"environment": {"gpu": {"name": "GPU"}}, "jobs": 8, "ran": 543, "collected": 7100, "tests": "9" * 40}
+    report |= {"seconds": 61.2, "seed": 0, "total": {"passed": 540, "refused": 3}, "groups": groups}
+    text = flash_mla({**report, "reasons": {"refused": {"k_cache: N heads": 3}}})
+    assert "8 processes ran 543 of 7,100 tests of commit `999999999999` in 61 seconds" in text
+    assert "540 passed, 3 were refused, 0 failed" in text
+    assert "| dense | 300 | 3 | 0 | 0 |" in text
+    assert "| 3 | `k_cache: N heads` |" in text
 
 
 def test_the_page_of_transformers_has_the_time_of_the_host_in_a_layer() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.decode.mla_page import figures, sparse
+from benchmarks.decode.mla_page import figures, sparse, sparse_soak
 from benchmarks.decode.sparse_mla_cases import sparse_mla_cases
 from benchmarks.decode.tables import NOT_MEASURED, report_of
 from tests.benchmarks.mla_results import made_up_mla_report
@@ -70,3 +70,15 @@ def test_a_failure_of_ours_leaves_the_others_time() -> None:
 def test_the_page_says_which_commit_of_flashmla_was_measured() -> None:
     report = made_up_mla_report() | {"peers_compiled": {"flashmla": {"commit": "0123456789" * 4, "seconds": 0.1}}}
     assert ", FlashMLA 0123456, torch" in figures(report)
+
+
+def test_the_soak_says_how_many_replays_what_differed_and_how_memory_grew() -> None:
+    row = {"rows": "e4m3", "tokens": 7, "heads": 16, "width": 2048, "batch_invariant": True, "replays": 12000}
+    row |= {"plans": 3, "comparisons": 240, "different_elements": 0, "largest_difference": 0.0017}
+    environment = {"gpu": {"name": "GPU"}, "date": "2026-01-02T00:00"}
+    growth = {"device": 0, "host": 4096}
+    text = sparse_soak({"environment": environment, "seconds": 60.0, "rows": [row], "growth": growth})
+    assert (
+        "| 16 heads, 7 tokens, lists of 2,048, rows of 656 bytes, invariant | 12,000 | 3 | 240 | 0 | 1.7e-03 |" in text
+    )
+    assert "grew by 0 bytes on the device and 4,096 in the process" in text

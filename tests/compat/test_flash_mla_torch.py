@@ -64,11 +64,20 @@ def test_lists_reach_the_sparse_kernel_as_query_tokens(standin: StandIn) -> None
     seen = sent(standin, SPARSE_MLA_DECODE)
     assert (seen["batch"], seen["heads"], seen["width"], seen["rows"]) == (BATCH * Q_LEN, HEADS, WIDTH, 640)
     assert (seen["q"], seen["kv_cache"]) == (given["q"].data_ptr(), given["k_cache"].data_ptr())
-    assert (seen["indices"], seen["sinks"]) == (given["indices"].data_ptr(), given["attn_sink"].data_ptr())
+    assert (seen["indices"], seen["sinks"] != 0) == (given["indices"].data_ptr(), True)
     assert (seen["lse_sink"], seen["lse_from_log2"]) == (0, pytest.approx(math.log(2)))
     assert seen["softmax_scale"] == pytest.approx(576**-0.5)
     assert (tuple(out.shape), out.dtype) == ((BATCH, Q_LEN, HEADS, 512), BF16)
     assert (tuple(lse.shape), lse.dtype) == ((BATCH, HEADS, Q_LEN), torch.float32)
+
+
+def test_infinite_sinks_become_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(flash_mla, "sparse_mla_decode", lambda *_, sinks, **__: seen.append(sinks))
+    sinks = torch.tensor([math.inf, -math.inf, *[0.5] * (HEADS - 2)])
+    flash_mla.flash_mla_with_kvcache(**call(attn_sink=sinks))
+    assert torch.isfinite(seen[0][0])
+    assert torch.equal(seen[0][1:], sinks[1:])
 
 
 def test_bf16_rows_are_taken_with_lists(standin: StandIn) -> None:
