@@ -30,7 +30,7 @@ from cubin_runtime.attention import Runtime, plan_sparse_mla_decode
 
 COLUMNS = 576
 POOL_BYTES = 1 << 30
-BETWEEN_COMPARISONS = 50  # replays of each case
+BETWEEN_COMPARISONS = 51  # replays of each case, an odd number, so that each of HOLES comes to be compared
 REBUILD_SECONDS, SAMPLE_SECONDS = 2.0, 5.0
 HOLES = (0.0, 0.1, 0.9, 1.0)
 OUTSIDE = 0.001  # of all slots
