@@ -50,6 +50,13 @@ class SoakCase(NamedTuple):
     sinks: bool = False
     batch_invariant: bool = False
 
+    @property
+    def label(self) -> str:
+        """The case in words."""
+        rows = "656 bytes" if self.rows == "e4m3" else self.rows
+        more = ", sinks" * self.sinks + ", invariant" * self.batch_invariant
+        return f"{self.heads} heads, {self.tokens} x {self.width:,}, rows of {rows}{more}"
+
 
 CASES = (
     SoakCase("e4m3", 1, 128, 2048),
@@ -146,7 +153,7 @@ class Soak:
         """What came out."""
         counts = {"replays": self.replays, "comparisons": self.comparisons, "plans": self.plans}
         found = {"different_elements": int(self.different), "largest_difference": float(self.worst)}
-        return {**self.case._asdict(), **counts, **found, **origin_of(self.plan)}
+        return {"label": self.case.label, **self.case._asdict(), **counts, **found, **origin_of(self.plan)}
 
 
 def memory() -> dict[str, int]:

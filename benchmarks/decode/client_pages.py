@@ -77,7 +77,8 @@ def flash_mla(report: Report) -> str:
         (name, *(f"{counts.get(outcome, 0):,}" for outcome in FLASH_MLA_OUTCOMES))
         for name, counts in report["groups"].items()
     ]
-    reasons = [(f"{count:,}", f"`{reason}`") for reason, count in report["reasons"]["refused"].items()]
+    refused = report["reasons"]["refused"].items()
+    reasons = [(f"{count:,}", f"`{reason.partition(', expected')[0]}`") for reason, count in refused]
     return "\n\n".join(
         (
             f"On an {report['environment']['gpu']['name']}, {report['jobs']} processes ran {report['ran']:,} of "

@@ -84,8 +84,7 @@ def sparse_soak(report: Report) -> str:
     """Replays with changing lists: how many, what differed, and the memory."""
     lines = [
         (
-            f"{row['heads']} heads, {row['tokens']} tokens, lists of {row['width']:,}, rows of "
-            f"{'656 bytes' if row['rows'] == 'e4m3' else row['rows']}{', invariant' * row['batch_invariant']}",
+            row["label"],
             f"{row['replays']:,}",
             f"{row['plans']}",
             f"{row['comparisons']:,}",
@@ -94,7 +93,14 @@ def sparse_soak(report: Report) -> str:
         )
         for row in report["rows"]
     ]
-    heads = ("", "replays", "plans", "comparisons", "elements that differ from a call", "largest difference")
+    heads = (
+        "tokens x entries of a list",
+        "replays",
+        "plans",
+        "comparisons",
+        "elements that differ from a call",
+        "largest difference",
+    )
     growth = report["growth"]
     return "\n\n".join(
         (

@@ -45,15 +45,10 @@ def _decode(results: Path) -> str:
 
 
 def _mla(results: Path) -> str:
-    report, flashmla, sparse = _reports(results, "mla", "mla_flashmla", "sparse_mla")
+    report, flashmla, sparse, soak = _reports(results, "mla", "mla_flashmla", "sparse_mla", "sparse_mla_soak")
     beside = (mla_page.beside_flashmla(flashmla), *summary.slower(flashmla))
     own = (*summary.slower(report), mla_page.figures(report))
-    soak = report_of(results / "sparse_mla_soak.json")
-    lists = (
-        *mla_page.sparse(sparse),
-        *summary.slower(sparse),
-        _aged(mla_page.sparse_soak(soak), soak["rows"], results),
-    )
+    lists = (*mla_page.sparse(sparse), *summary.slower(sparse), mla_page.sparse_soak(soak))
     return explained("\n\n".join((*own, *beside, *_profiled(results, "mla"), *lists)))
 
 
