@@ -15,6 +15,7 @@ from ...errors import UsageError
 from ...kernels.native.sparse_mla.select import ROW_FORMS
 from ..latent_batch import LISTED_LATENT, unserved_lists
 from ..latent_readiness import ListKind, load_lists
+from .steps import refuse
 from .versions import NAME, draft_shape, is_deterministic, serve_lists
 
 _LOGGER = logging.getLogger(__name__)
@@ -61,8 +62,7 @@ class CubinRuntimeSparseMlaAttnBackend(DeepseekSparseAttnBackend):  # type: igno
         q_rope, k_rope, lists, sinks = (
             arguments.pop(name, None) for name in ("q_rope", "k_rope", "topk_indices", "attn_sink")
         )
-        if named := [name for name, value in arguments.items() if value is not None and value is not False]:
-            raise UsageError(f"{', '.join(named)}: attention here does not honour them")
+        refuse(arguments)
         if q_rope is None or lists is None:
             raise UsageError("q_rope, topk_indices: expected both")
         if save_kv_cache and k is not None:
@@ -95,10 +95,11 @@ class CubinRuntimeSparseMlaAttnBackend(DeepseekSparseAttnBackend):  # type: igno
 
         The metadata then have a page table with a row for each query token, and pages of one row.
         """
-        if not self.use_fused_topk:
-            table = self.forward_metadata.page_table_1[: lists.shape[0]]
-            lists = torch.where(lists < 0, -1, table.gather(1, lists.clamp(min=0).long())).to(torch.int32)
-        return self._pad_topk_indices(lists, tokens)
+        if self.use_fused_topk:
+            return self._pad_topk_indices(self._get_fused_topk_page_table(lists), tokens)
+        table = self.forward_metadata.page_table_1[: lists.shape[0]]
+        slots = torch.where(lists < 0, -1, table.gather(1, lists.clamp(min=0).long()))
+        return self._pad_topk_indices(slots.to(torch.int32), tokens)
 
 
 def _row_form(pool: Any) -> str:
