@@ -30,6 +30,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode  # noqa: E4
 from sglang.srt.models.deepseek_common import utils as model_utils  # noqa: E402
 from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry  # noqa: E402
 
+from cubin_runtime.attention import Runtime  # noqa: E402
 from cubin_runtime.errors import UsageError  # noqa: E402
 from cubin_runtime.testing import StandIn  # noqa: E402
 from tests.integrations.launch_records import sparse_mla_launches  # noqa: E402
@@ -243,6 +244,17 @@ def test_kernels_are_loaded_at_start(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", SPARSE):
         backend(model_config=model_of(heads=48))
     assert "layers of sparse MLA with 512 + 64 columns, 48 heads, rows of 656 bytes run on" in caplog.text
+
+
+def test_steps_of_any_size_load_and_allocate_nothing(hopper: Runtime, standin: StandIn) -> None:
+    made = backend()
+    loads, allocations = hopper.stats().loads, len(standin.calls("cuMemAlloc"))
+    assert loads > 0
+    assert allocations > 0
+    for requests in range(1, REQUESTS + 1):
+        forward(made, batch(ForwardMode.DECODE, list(range(requests)), [40] * requests), lists_of(requests))
+    assert hopper.stats().loads == loads
+    assert len(standin.calls("cuMemAlloc")) == allocations
 
 
 @pytest.mark.skipif(not hasattr(dsa_backend, "get_dsa_index_kpool"), reason="lists of single rows alone")

@@ -14,7 +14,8 @@ from ...attention.operators.sparse_mla_decode import sparse_mla_decode
 from ...errors import UsageError
 from ...kernels.native.sparse_mla.select import ROW_FORMS
 from ..latent_batch import LISTED_LATENT, unserved_lists
-from ..latent_readiness import ListKind, load_lists
+from ..latent_readiness import ListKind, reserve_lists
+from ..scratch import Limits, shared_scratch
 from .steps import refuse
 from .versions import NAME, draft_shape, is_deterministic, serve_lists
 
@@ -39,9 +40,13 @@ class CubinRuntimeSparseMlaAttnBackend(DeepseekSparseAttnBackend):  # type: igno
         # A name that SGLang has no kernel for: it then plans none of its own for these steps.
         self.dsa_decode_impl = NAME
         serve_lists()
-        tokens = model_runner.req_to_token_pool.req_to_token.shape[0] * max(1, draft_shape()[0])
-        device = model_runner.req_to_token_pool.req_to_token.device.index or 0
-        load_lists(ListKind(heads, rows, width, device), False, tokens, _LOGGER)
+        requests, device = self.req_to_token.shape[0], self.req_to_token.device.index or 0
+        # On which SGLang runs its steps; it makes its backends, and captures graphs, on others.
+        stream = getattr(model_runner, "forward_stream", None)
+        if stream is not None:
+            shared_scratch(device).serve(stream.cuda_stream)
+        limits = Limits(requests, requests * max(1, draft_shape()[0]), self.max_context_len)
+        self._scratch = reserve_lists(ListKind(heads, rows, width, device), False, limits, _LOGGER)
 
     def forward_decode(
         self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **arguments: Any
@@ -78,6 +83,8 @@ class CubinRuntimeSparseMlaAttnBackend(DeepseekSparseAttnBackend):  # type: igno
             softmax_scale=layer.scaling,
             sinks=None if sinks is None else sinks.to(torch.float32),
             out=out,
+            # Lists have the same length however many keys there are.
+            workspace=self._scratch.of_launch(1, queries.shape[0], 0),
         )
         return out.view(-1, heads * LISTED_LATENT)
 
