@@ -405,8 +405,8 @@ def _mla_variants(latent: int) -> Iterator[Variant]:
 
 # Tiles of a split under batch invariance: lists are short, and splits of dense decode too coarse for them.
 _SPARSE_MLA_SPLIT_TILES = 8
-# Rows of the cache -> columns behind the latent ones, and pipeline stages of the kernel.
-_SPARSE_MLA_ROWS = {"scaled_e4m3": (64, 5), "bf16": (64, 3), "bf16_nope": (0, 3)}
+# Rows of the cache -> columns behind the latent ones, and pipeline stages of half a tile of the kernel.
+_SPARSE_MLA_ROWS = {"scaled_e4m3": (64, 8), "bf16": (64, 5), "bf16_nope": (0, 5)}
 
 
 # Rows of the cache that are scaled: query rows of a tile -> stages of 16 keys.
@@ -430,6 +430,7 @@ def _sparse_mla_decode(cache_rows: str, rows: int = 16) -> Variant:
             "rows": rows,
             "tile_tokens": _MLA_TILE_TOKENS,
             "split_tiles": _SPARSE_MLA_SPLIT_TILES,
+            "max_cluster": 0 if wide else CONSTANTS.sparse_mla_max_cluster_ctas,
         },
         defines={
             "SPARSE": 1,

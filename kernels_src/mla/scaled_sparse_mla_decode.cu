@@ -47,7 +47,7 @@ DEVICE void load(const Params& p, const WorkRange& range, SharedStorage& shared,
             stages.advance(LIST_WARPS);
         }
     };
-    walk_lists(p, range, shared.slots[warp], warp == 0, [](const WorkTile&) {}, copy);
+    walk_lists(p, WorkTileIterator(p, range), shared.slots[warp], warp == 0, [](const WorkTile&) {}, copy);
 }
 
 DEVICE void init_barriers(SharedStorage& shared) {

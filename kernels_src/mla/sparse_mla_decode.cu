@@ -1,18 +1,20 @@
 // MLA decode over lists: each query token attends to the rows of the cache that its own list names, for 16 query rows
 // at a time. As few_rows_mla_decode.cu, with other producers:
 //
-//   4 producer warps   a list's entries; its holes are left out; one bulk copy per row --> pipeline of tiles of 64 keys
-//   4 QK warps         S^T = K Q^T of 16 keys each, queries in registers, softmax; P^T --> shared memory
+//   4 producer warps   a list's entries; its holes are left out; one bulk copy per row --> pipeline of half tiles
+//   8 QK warps         S^T = K Q^T of 16 keys and half of the columns each, queries in registers; two of them add up their
+//                      scores, and each has 8 rows from there on; softmax; P^T --> shared memory
 //   PV warps           O^T += V^T P^T, 64 columns each
 //
-// Tiles of the schedule are 64 entries of a list; tiles of the pipeline are 64 entries that name a row, and each says
-// how many keys it has and whether it is the last of its work tile.
+// A tile of the pipeline has 64 entries that name a row, the last of a list fewer, and says how many keys it has and
+// whether it is the last.
 //
 // Rows of e4m3 with a scale for each 128 columns: QK warps multiply the sums of each 128 columns by the key's scale, and
 // PV warps multiply P by the scales of their columns. A lazily raised power of two for each 128 columns, which outputs
 // are multiplied by at the end, keeps these products within fp16.
 //
-// Scheduling, splits and merging are those of paged_mla_decode.cu, each query token being a request.
+// A cluster of 1 to 8 CTAs computes an output tile and merges it in shared memory: nothing goes through a workspace. One
+// cluster may compute several output tiles, one after the other.
 //
 // Build: -DSPARSE=1 -DLATENT=512 -DROPE=64|0 -DKV_E4M3=0|1 -DROWS=16 -DTILE_TOKENS=64 -DSPLIT_TILES=n
 //        -DSTAGES=n -DKERNEL_NAME=symbol
@@ -26,20 +28,21 @@ extern "C" __global__ void __launch_bounds__(paged_mla_decode::THREADS, 1)
     SharedStorage& shared = dynamic_shared_storage<SharedStorage>();
     if (threadIdx.x == FIRST_QK_THREAD) init_barriers(shared);
     wait_for_previous_grid();
-    if (threadIdx.x < 32) find_work_range(p, shared.range);
     __syncthreads();
-    const WorkRange& range = shared.range;
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     if (warp >= FIRST_QK_THREAD / 32) {
         setmaxnreg_inc<QK_REGISTERS>();
-        score(p, range, shared);
+        score(p, shared);
     } else if (warp >= FIRST_PRODUCER_THREAD / 32) {
+        cluster_arrive_relaxed();
         setmaxnreg_dec<PRODUCER_REGISTERS>();
-        load(p, range, shared);
+        load(p, shared);
         allow_next_grid();
-        if (blockIdx.x == 0) report_invalid_lengths(p, threadIdx.x - FIRST_PRODUCER_THREAD, PRODUCER_WARPS * 32);
+        if (blockIdx.x == 0 && blockIdx.y == 0)
+            report_invalid_lengths(p, threadIdx.x - FIRST_PRODUCER_THREAD, PRODUCER_WARPS * 32);
     } else {
+        cluster_arrive_relaxed();
         setmaxnreg_dec<CONSUMER_REGISTERS>();
-        if (consume(p, range, shared)) merge_range(p, range, reinterpret_cast<char*>(&shared));
+        consume(p, shared);
     }
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -55,6 +56,14 @@ def test_the_log_sum_exp_has_the_base_and_sink_that_are_asked_for(stub_runtime: 
     assert (seen["lse_from_log2"], seen["lse_sink"]) == (pytest.approx(1 / LOG2_E), 0)
 
 
+def tokens_of(tokens: int, width: int, heads: int = 16) -> dict[str, Any]:
+    return sparse_call(
+        q=view("bfloat16", tokens, heads, 576),
+        out=view("bfloat16", tokens, heads, 512),
+        indices=view("int32", tokens, width, at=0x7F0000002000),
+    )
+
+
 _PAGED = (PAGE * 656, 656)
 CACHES: dict[str, tuple[TensorView, tuple[int, int, int]]] = {
     "pages": (cache("uint8", PAGES, PAGE, 656), (656, 656, 0)),
@@ -98,7 +107,7 @@ def test_rows_choose_the_kernel(stub_runtime: Runtime, dtype: str, columns: int,
 def test_heads_are_cut_into_the_fewest_rows_that_hold_them(
     stub_runtime: Runtime, heads: int, rows: int, row_tiles: int, group: int
 ) -> None:
-    plan = plan_sparse_mla_decode(**sparse_call(heads), runtime=stub_runtime, device_facts=H200)
+    plan = plan_sparse_mla_decode(**tokens_of(16, 2048, heads), runtime=stub_runtime, device_facts=H200)
     (selection,) = plan.selections
     assert selection.kernel.traits["rows"] == rows
     assert (selection.row_tiles, selection.cta_group_size, selection.ctas % group) == (row_tiles, group, 0)
@@ -114,7 +123,7 @@ def test_heads_over_rows_of_bf16_are_cut_into_tiles_of_16(
 
 
 @pytest.mark.parametrize(
-    ("tokens", "heads", "rows"), [(4, 32, 16), (5, 32, 32), (4, 64, 16), (5, 64, 64), (2, 128, 16), (3, 128, 64)]
+    ("tokens", "heads", "rows"), [(7, 32, 16), (8, 32, 32), (7, 64, 16), (8, 64, 64), (3, 128, 16), (4, 128, 64)]
 )
 def test_few_tokens_take_tiles_of_16_unless_bits_must_not_depend_on_them(
     stub_runtime: Runtime, tokens: int, heads: int, rows: int
@@ -129,18 +138,37 @@ def test_few_tokens_take_tiles_of_16_unless_bits_must_not_depend_on_them(
         assert plan.selections[0].kernel.traits["rows"] == expected
 
 
-def test_one_token_is_split_over_many_ctas(stub_runtime: Runtime) -> None:
-    lists = view("int32", 1, 2048, at=0x7F0000002000)
-    given = sparse_call(q=view("bfloat16", 1, 16, 576), out=view("bfloat16", 1, 16, 512), indices=lists)
-    plan = plan_sparse_mla_decode(**given, runtime=stub_runtime, device_facts=H200)
-    assert plan.selections[0].ctas == 16
+@pytest.mark.parametrize(
+    ("tokens", "size", "clusters"),
+    [(1, 8, 1), (15, 8, 15), (16, 4, 16), (30, 4, 30), (31, 2, 31), (66, 2, 66), (67, 1, 67), (256, 1, 128)],
+)
+def test_an_output_tile_has_as_large_a_cluster_as_finds_a_place(
+    stub_runtime: Runtime, tokens: int, size: int, clusters: int
+) -> None:
+    plan = plan_sparse_mla_decode(**tokens_of(tokens, 2048), runtime=stub_runtime, device_facts=H200)
+    (launch,) = plan.launches
+    assert launch.plan.grid == (size, clusters, 1)
+    assert launch.plan.attributes.cluster == ((size, 1, 1) if size > 1 else None)
+    assert sum(region.nbytes for region in launch.regions if region.name != "status") == 0
 
 
-def test_splits_follow_from_the_width_under_batch_invariance(stub_runtime: Runtime) -> None:
+def test_short_lists_are_not_merged(stub_runtime: Runtime) -> None:
+    plan = plan_sparse_mla_decode(**tokens_of(16, 64), runtime=stub_runtime, device_facts=H200)
+    assert plan.selections[0].cluster_size == 1
+
+
+def test_neither_tokens_nor_width_decide_the_cluster_under_batch_invariance(stub_runtime: Runtime) -> None:
+    for tokens, width in itertools.product((1, 16, 64, 300), (64, 2048, 32768)):
+        given = tokens_of(tokens, width)
+        plan = plan_sparse_mla_decode(**given, batch_invariant=True, runtime=stub_runtime, device_facts=H200)
+        assert plan.selections[0].cluster_size == 4
+
+
+def test_splits_of_wide_tiles_follow_from_the_width_under_batch_invariance(stub_runtime: Runtime) -> None:
     for width, splits in ((64, 1), (512, 1), (513, 2), (2048, 4), (32768, 4)):
-        lists = view("int32", TOKENS, width, at=0x7F0000002000)
-        seen = planned(stub_runtime, indices=lists, batch_invariant=True)
-        assert (seen["splits"], seen["slack_tiles"]) == (splits, 0)
+        given = tokens_of(TOKENS, width, heads=64)
+        plan = plan_sparse_mla_decode(**given, batch_invariant=True, runtime=stub_runtime, device_facts=H200)
+        assert (plan.selections[0].splits, plan.selections[0].slack_tiles) == (splits, 0)
 
 
 REFUSALS: dict[str, tuple[dict[str, Any], str]] = {

@@ -112,7 +112,7 @@ DEVICE bool consume(const Params& p, const WorkRange& range, SharedStorage& shar
             wait_barrier(shared.p_full[p_state.index], p_state.phase);
             wait_barrier(shared.full[kv_state.index], kv_state.phase);
             if (own.raised) rescale(own, out);
-            const uint32_t stage = shared_address(shared.stages[kv_state.index]) + values;
+            const uint32_t stage[] = {shared_address(shared.stages[kv_state.index]) + values};
             const int valid = work.valid(tile);
             if (valid < TILE_TOKENS)
                 multiply_values<true>(stage, valid, own, out);

@@ -28,12 +28,13 @@ DEVICE void scale_probabilities(const Probabilities&, int, const uint4&) {}
 
 // With EDGE, keys past `valid` may be NaN, and 0 x NaN is NaN: their bits become zero.
 template <bool EDGE>
-DEVICE void multiply_values(uint32_t values, int valid, const Probabilities& p, Output& out) {
+DEVICE void multiply_values(const uint32_t (&values)[STAGES_OF_TILE], int valid, const Probabilities& p, Output& out) {
+    constexpr int STAGE_STEPS = KEY_WARPS / STAGES_OF_TILE;  // of 16 keys
     constexpr int LOADS = KV_E4M3 ? COLUMN_TILES / 2 : COLUMN_TILES;  // of 32 bytes of each of 16 keys
     const int lane = threadIdx.x % 32;
-    uint4 b[QK_WARPS];
+    uint4 b[KEY_WARPS];
 #pragma unroll
-    for (int step = 0; step < QK_WARPS; ++step) {
+    for (int step = 0; step < KEY_WARPS; ++step) {
         b[step] = p.fragment[step][lane];
         scale_probabilities(p, step, b[step]);
     }
@@ -41,12 +42,13 @@ DEVICE void multiply_values(uint32_t values, int valid, const Probabilities& p, 
     const auto load = [&](int step) {
 #pragma unroll
         for (int j = 0; j < LOADS; ++j)
-            ldmatrix_x4_trans(raw[step % 2][j], value_offset(values, j) + step * 16 * KEY_PITCH);
+            ldmatrix_x4_trans(raw[step % 2][j],
+                              value_offset(values[step / STAGE_STEPS], j) + step % STAGE_STEPS * 16 * KEY_PITCH);
     };
     load(0);
 #pragma unroll
-    for (int step = 0; step < QK_WARPS; ++step) {
-        if (step + 1 < QK_WARPS) load(step + 1);
+    for (int step = 0; step < KEY_WARPS; ++step) {
+        if (step + 1 < KEY_WARPS) load(step + 1);
         uint32_t keep[2] = {~0u, ~0u};  // of keys 2 (lane % 4) + {0, 1}, and those + 8
         if constexpr (EDGE) {
 #pragma unroll
@@ -134,7 +136,7 @@ DEVICE int column_group() {
 // Maximum and sum of a row of the work tile.
 DEVICE float2 row_statistics(const SharedStorage& shared, int row) {
     float sum = shared.sum[0][row];
-    for (int w = 1; w < QK_WARPS; ++w) sum += shared.sum[w][row];
+    for (int w = 1; w < KEY_WARPS; ++w) sum += shared.sum[w][row];
     return make_float2(shared.maximum[row], sum);
 }
 

@@ -5,19 +5,35 @@
 namespace paged_mla_decode {
 
 constexpr int STEPS = COLUMNS / 16;  // of a product
+constexpr int WARP_STEPS = STEPS / COLUMN_SHARES;
 constexpr int CONVERTED_STEPS = SCALED ? LATENT / 16 : STEPS;  // rope columns stay bf16 beside scaled latent ones
 constexpr bool LOOK_AHEAD = KV_E4M3;  // multiplies the next tile before the warps agree on this tile's maxima
-constexpr int CHAINS = 2;  // of accumulation for each group of 8 rows
+constexpr int CHAINS = COLUMN_SHARES == 1 ? 2 : 1;  // of accumulation for each group of 8 rows
 constexpr int AHEAD = 2;  // loads of keys in flight
 
-using Scores = float[2][4];  // for two groups of 8 rows: keys lane / 4 and + 8, rows 2 (lane % 4) + {0, 1}
+// Of a QK warp: which 16 keys of a tile it has, its share of the columns, and the first of its rows.
+DEVICE int key_warp(int warp) { return COLUMN_SHARES == 1 ? warp : warp % KEY_WARPS; }
+DEVICE int column_share(int warp) { return COLUMN_SHARES == 1 ? 0 : warp / KEY_WARPS; }
+DEVICE int first_row(int warp) { return column_share(warp) * 8; }
+
+// A share has as many latent as rope columns as any other. Where they are in a row of queries, for each 16 of them.
+constexpr int WARP_CONVERTED_STEPS = CONVERTED_STEPS / COLUMN_SHARES;
+DEVICE int query_byte(int step, int share) {
+    const bool converted = step < WARP_CONVERTED_STEPS;
+    const int first = converted ? share * WARP_CONVERTED_STEPS
+                                : CONVERTED_STEPS - WARP_CONVERTED_STEPS + share * (WARP_STEPS - WARP_CONVERTED_STEPS);
+    return (first + step) * 32;
+}
+
+using Scores = float[ROW_EIGHTS][4];  // for each 8 rows: keys lane / 4 and + 8, rows 2 (lane % 4) + {0, 1}
 
 // Converts queries to fp16 in place for an e4m3 cache, a quarter of the rows per warp. 16 columns are stored as 4 i +
 // {0, 1} for i = 0 to 3, then 4 i + {2, 3}, which is the order in which ldmatrix distributes the bytes of 16 columns of
 // keys. A bf16 row is divided by the power of two that brings its largest magnitude below 2; its scores are multiplied
 // with it. In loops: code that runs once per work tile is fetched from DRAM, and unrolled it took longer than the first
 // keys.
-DEVICE void convert_queries(const Params& p, const WorkTile& work, SharedStorage& shared, uint32_t stage, int warp) {
+DEVICE void convert_queries(const Params& p, const WorkTile& work, SharedStorage& shared, uint32_t stage, int warp,
+                            bool warmup) {
     constexpr int OWN = ROWS / QK_WARPS, ROUNDS = (CONVERTED_STEPS + 31) / 32;
     const int lane = threadIdx.x % 32;
     const bool e4m3 = query_type(p) == TYPE_E4M3;
@@ -62,13 +78,13 @@ DEVICE void convert_queries(const Params& p, const WorkTile& work, SharedStorage
         }
         if (lane == 0) shared.query_scale[row] = power_of_two(exponent);
     }
-    named_barrier_sync<QK_WARPS * 32>(QK_BARRIER);
+    if (!warmup) named_barrier_sync<QK_WARPS * 32>(QK_BARRIER);
 }
 
 // A work tile's queries as the B operand, and the factors of the scores of the thread's rows. Rows that do not exist
 // hold arbitrary values.
 struct Queries {
-    uint32_t b[STEPS][2][2];
+    uint32_t b[WARP_STEPS][2][2];
     float scale[KV_E4M3 ? 2 : 1][KV_E4M3 ? 2 : 1];
 #if SPARSE && KV_E4M3
     float rope_scale;  // of the scores of rope columns
@@ -76,14 +92,15 @@ struct Queries {
 
     DEVICE float scale_of(int n, int i) const { return scale[KV_E4M3 ? n : 0][KV_E4M3 ? i : 0]; }
 
-    DEVICE void load(const Params& p, const WorkTile& work, SharedStorage& shared, uint32_t stage, int warp) {
+    DEVICE void load(const Params& p, const WorkTile& work, SharedStorage& shared, uint32_t stage, int warp,
+                     bool warmup = false) {
         const int lane = threadIdx.x % 32;
         const float scale_log2 = softmax_scale_log2(p);
 #if SPARSE && KV_E4M3
         rope_scale = scale_log2;
 #endif
         if constexpr (KV_E4M3) {
-            convert_queries(p, work, shared, stage, warp);
+            convert_queries(p, work, shared, stage, warp, warmup);
             for (int i = 0; i < 4; ++i)
                 scale[i / 2][i % 2] = scale_log2 * shared.query_scale[i / 2 * 8 + lane % 4 * 2 + i % 2];
         } else {
@@ -91,17 +108,19 @@ struct Queries {
         }
         const uint32_t first = stage + (lane / 16 * 8 + lane % 8) * QUERY_PITCH + lane / 8 % 2 * 16;
 #pragma unroll
-        for (int step = 0; step < STEPS; ++step) {
+        for (int step = 0; step < WARP_STEPS; ++step) {
             uint32_t r[4];
-            ldmatrix_x4(r, first + step * 32);
+            ldmatrix_x4(r, first + query_byte(step, column_share(warp)));
             b[step][0][0] = r[0], b[step][0][1] = r[1], b[step][1][0] = r[2], b[step][1][1] = r[3];
         }
     }
 };
 
-// S^T of the warp's keys, scaled; `keys` is the lane's offset in the first 32 bytes.
-DEVICE void multiply_keys(uint32_t keys, const Queries& q, Scores& s) {
-    constexpr int LOADS = KV_E4M3 ? STEPS / 2 : STEPS;  // of 32 bytes of each key
+using AllScores = float[2][4];  // as Scores, for all rows
+
+// S^T of the warp's keys and columns, scaled; `keys` is the lane's offset in the first 32 bytes.
+DEVICE void multiply_keys(uint32_t keys, const Queries& q, AllScores& s) {
+    constexpr int LOADS = KV_E4M3 ? WARP_STEPS / 2 : WARP_STEPS;  // of 32 bytes of each key
     float chain[CHAINS][2][4];
 #pragma unroll
     for (int c = 0; c < CHAINS; ++c)
@@ -133,14 +152,14 @@ DEVICE void multiply_keys(uint32_t keys, const Queries& q, Scores& s) {
     for (int n = 0; n < 2; ++n)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            s[n][i] = (chain[0][n][i] + chain[1][n][i]) * q.scale_of(n, i % 2);
+            s[n][i] = (CHAINS == 2 ? chain[0][n][i] + chain[CHAINS - 1][n][i] : chain[0][n][i]) * q.scale_of(n, i % 2);
         }
 }
 
 // The thread's rows: what is subtracted from base-2 exponents, and the sums over this thread's keys.
 struct Rows {
-    float maximum[2][2];
-    float sum[2][2];
+    float maximum[ROW_EIGHTS][2];
+    float sum[ROW_EIGHTS][2];
 #if SPARSE && KV_E4M3
     // Of two blocks: scales of one of the warp's keys in this tile, and powers of two. Outputs of a block's columns are
     // multiples of its power, so that scales and probabilities together fit fp16.
@@ -154,10 +173,10 @@ constexpr float UNIT_SLACK = 128.f;  // by which a scale may exceed its unit
 DEVICE int scale_block() { return threadIdx.x % 2 * 2; }
 
 // Publishes to the other warps whether the thread's scores exceed its maxima by too much.
-DEVICE void publish_check(const Scores& s, const Rows& rows, int warp, ScoreCheck& score_check) {
+DEVICE void publish_check(const Scores& s, const Rows& rows, int warp, ScoreCheck& score_check, bool warmup = false) {
     bool over = false;
 #pragma unroll
-    for (int n = 0; n < 2; ++n)
+    for (int n = 0; n < ROW_EIGHTS; ++n)
 #pragma unroll
         for (int i = 0; i < 2; ++i) over |= fmaxf(s[n][i], s[n][i + 2]) > rows.maximum[n][i] + MAXIMUM_SLACK;
 #if SPARSE && KV_E4M3
@@ -167,7 +186,7 @@ DEVICE void publish_check(const Scores& s, const Rows& rows, int warp, ScoreChec
     const bool any = __any_sync(~0u, over);
     if (threadIdx.x % 32 == 0) {
         score_check.over[warp] = any;
-        mbarrier_arrive(shared_address(&score_check.full));
+        if (!warmup) mbarrier_arrive(shared_address(&score_check.full));
     }
 }
 
@@ -178,7 +197,7 @@ DEVICE void publish_top_scales(const Rows& rows, int warp, SharedStorage& shared
     for (int i = 0; i < 2; ++i) {
         float top = rows.scale[i];
         for (int other = 2; other < 32; other *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, other));
-        if (lane < 2) shared.top_scale[warp][scale_block() + i] = top;
+        if (lane < 2 && first_row(warp) == 0) shared.top_scale[key_warp(warp)][scale_block() + i] = top;
     }
 }
 
@@ -190,7 +209,7 @@ DEVICE void raise_units(int warp, const SharedStorage& shared, Probabilities& p,
     for (int i = 0; i < 2; ++i) {
         const int block = scale_block() + i;
         float top = shared.top_scale[0][block];
-        for (int w = 1; w < QK_WARPS; ++w) top = fmaxf(top, shared.top_scale[w][block]);
+        for (int w = 1; w < KEY_WARPS; ++w) top = fmaxf(top, shared.top_scale[w][block]);
         const float before = rows.unit[i];
         if (top > before * UNIT_SLACK)
             rows.unit[i] = fminf(__uint_as_float(__float_as_uint(top) & 0x7f800000), power_of_two(100));
@@ -212,57 +231,65 @@ DEVICE void publish_value_factors(const Rows&, int, const Probabilities&) {}
 #endif
 
 // Raises the maxima that need it, in step with the other warps, and publishes the factors for the PV warps.
-DEVICE void raise_maxima(const Scores& s, int warp, SharedStorage& shared, Probabilities& p, Rows& rows) {
+DEVICE void raise_maxima(const Scores& s, int warp, SharedStorage& shared, Probabilities& p, Rows& rows, bool warmup) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int n = 0; n < 2; ++n)
+    for (int n = 0; n < ROW_EIGHTS; ++n)
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             float top = fmaxf(s[n][i], s[n][i + 2]);
             for (int other = 4; other < 32; other *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, other));
-            if (lane < 4) shared.top[warp][n * 8 + lane * 2 + i] = top;
+            if (lane < 4) shared.top[key_warp(warp)][first_row(warp) + n * 8 + lane * 2 + i] = top;
         }
     publish_top_scales(rows, warp, shared);
-    named_barrier_sync<QK_WARPS * 32>(QK_BARRIER);
+    if (!warmup) named_barrier_sync<QK_WARPS * 32>(QK_BARRIER);
 #pragma unroll
-    for (int n = 0; n < 2; ++n)
+    for (int n = 0; n < ROW_EIGHTS; ++n)
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const int row = n * 8 + lane % 4 * 2 + i;
+            const int row = first_row(warp) + n * 8 + lane % 4 * 2 + i;
             float top = shared.top[0][row];
-            for (int w = 1; w < QK_WARPS; ++w) top = fmaxf(top, shared.top[w][row]);
+            for (int w = 1; w < KEY_WARPS; ++w) top = fmaxf(top, shared.top[w][row]);
             const float before = rows.maximum[n][i];
             if (top > before + MAXIMUM_SLACK) rows.maximum[n][i] = top;
             const float factor = exp2_approximate(before - rows.maximum[n][i]);
             rows.sum[n][i] *= factor;
-            if (warp == 0 && lane < 4) p.factor[row] = factor;
+            if (key_warp(warp) == 0 && lane < 4) p.factor[row] = factor;
         }
     raise_units(warp, shared, p, rows);
 }
 
-// Publishes the P^T of a tile to the PV warps, once all QK warps have published their checks.
+// Publishes the P^T of a tile to the PV warps, once all QK warps have published their checks. A warm-up runs through the
+// code, and neither waits for other warps nor lets them go on.
 DEVICE void publish_probabilities(Scores& s, int warp, const PipelineState<P_STAGES>& p_state, SharedStorage& shared,
-                                  Rows& rows) {
+                                  Rows& rows, bool warmup = false) {
     const int lane = threadIdx.x % 32;
     Probabilities& p = shared.p[p_state.index];
-    wait_barrier(shared.score_check[p_state.index].full, p_state.phase);
-    const uint4 over = *reinterpret_cast<const uint4*>(shared.score_check[p_state.index].over);
-    const bool raised = over.x | over.y | over.z | over.w;
-    wait_barrier(shared.p_empty[p_state.index], p_state.phase ^ 1);
-    if (raised) raise_maxima(s, warp, shared, p, rows);
+    if (!warmup) wait_barrier(shared.score_check[p_state.index].full, p_state.phase);
+    bool raised = warmup;
+    for (int i = 0; i < QK_WARPS; i += 4) {
+        const uint4 over = *reinterpret_cast<const uint4*>(shared.score_check[p_state.index].over + i);
+        raised |= static_cast<bool>(over.x | over.y | over.z | over.w);
+    }
+    if (!warmup) wait_barrier(shared.p_empty[p_state.index], p_state.phase ^ 1);
+    if (raised) raise_maxima(s, warp, shared, p, rows, warmup);
     if (warp == 0 && lane == 0) p.raised = raised;
-    publish_value_factors(rows, warp, p);
-    uint32_t fragment[2][2];
+    if (first_row(warp) == 0) publish_value_factors(rows, key_warp(warp), p);
+    uint32_t fragment[ROW_EIGHTS][2];
 #pragma unroll
-    for (int n = 0; n < 2; ++n) {
+    for (int n = 0; n < ROW_EIGHTS; ++n) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) s[n][i] = exp2_approximate(s[n][i] - rows.maximum[n][i % 2]);
         for (int i = 0; i < 2; ++i) rows.sum[n][i] += s[n][i] + s[n][i + 2];
         for (int half = 0; half < 2; ++half)
             fragment[n][half] = transpose_8x8(pack_pair(s[n][half * 2], s[n][half * 2 + 1]));
     }
-    p.fragment[warp][lane] = make_uint4(fragment[0][0], fragment[0][1], fragment[1][0], fragment[1][1]);
-    release(shared.p_full[p_state.index]);
+    if constexpr (ROW_EIGHTS == 1)
+        reinterpret_cast<uint2*>(&p.fragment[key_warp(warp)][lane])[first_row(warp) / 8] =
+            make_uint2(fragment[0][0], fragment[0][1]);
+    else
+        p.fragment[warp][lane] = make_uint4(fragment[0][0], fragment[0][1], fragment[1][0], fragment[1][1]);
+    if (!warmup) release(shared.p_full[p_state.index]);
 }
 
 }  // namespace paged_mla_decode

@@ -13,7 +13,7 @@ DEVICE void bulk_copy(uint32_t destination, const void* source, uint32_t bytes, 
 
 // Row R of a request is head R % heads of its query token R / heads. Each warp copies some of the rows that exist.
 DEVICE void copy_queries(const Params& p, const WorkTile& work, uint32_t stage, uint32_t full, int warp) {
-    constexpr int OWN = ROWS / PRODUCER_WARPS;
+    constexpr int OWN = ROWS / (PRODUCER_WARPS / STAGES_OF_TILE);
     const int lane = threadIdx.x % 32, row = warp * OWN + lane;
     const int item = query_type(p) == TYPE_E4M3 ? 1 : 2;
     if (lane == 0) mbarrier_arrive_expect_bytes(full, min(max(work.rows - warp * OWN, 0), OWN) * COLUMNS * item);

@@ -9,8 +9,13 @@ namespace paged_mla_decode {
 
 static_assert(ROWS == 16 && TILE_TOKENS == 64, "two row eights of a warp product, 16 keys of each QK warp");
 #if SPARSE
-constexpr int STAGE_BYTES = TILE_TOKENS * KEY_PITCH;
+constexpr int STAGES_OF_TILE = 2;  // with half of its keys each
+// Of so many QK warps, each multiplies its share of the columns and has its eight of the rows afterwards.
+constexpr int COLUMN_SHARES = 2, ROW_EIGHTS = 1;
+constexpr int STAGE_BYTES = TILE_TOKENS / STAGES_OF_TILE * KEY_PITCH;
 #else
+constexpr int STAGES_OF_TILE = 1;
+constexpr int COLUMN_SHARES = 1, ROW_EIGHTS = 2;
 constexpr int ROW_BYTES = 1 << ROW_BYTES_LOG2;  // of a token in a box, and the span of the swizzle
 constexpr int KEY_PITCH = ROW_BYTES;  // bytes between tokens in a box
 constexpr int BOX_BYTES = TILE_TOKENS * ROW_BYTES;
@@ -22,26 +27,34 @@ constexpr int QUERY_PITCH = COLUMNS * 2 + 16;
 static_assert(ROWS * QUERY_PITCH <= STAGE_BYTES);
 
 // Threads: PV warps, each with 64 columns of the output (the consumers), producer warps, QK warps, each with 16 keys of
-// a tile.
+// a tile and one or two eights of the rows.
 constexpr int CONSUMER_WARPS = CONSUMERS / 32;
 constexpr int PRODUCER_WARPS = 4;
-constexpr int QK_WARPS = TILE_TOKENS / 16;
+constexpr int KEY_WARPS = TILE_TOKENS / 16;  // QK warps with the same rows
+constexpr int QK_WARPS = KEY_WARPS * (ROWS / 8 / ROW_EIGHTS);
 constexpr int FIRST_PRODUCER_THREAD = CONSUMERS;
 constexpr int FIRST_QK_THREAD = FIRST_PRODUCER_THREAD + PRODUCER_WARPS * 32;
 constexpr int THREADS = FIRST_QK_THREAD + QK_WARPS * 32;
 // Of a thread, in multiples of 8. A warpgroup that asks for more than are available waits forever.
+#if SPARSE
+constexpr int CONSUMER_REGISTERS = 88;
+constexpr int PRODUCER_REGISTERS = 48;
+constexpr int QK_REGISTERS = 128;
+#else
 constexpr int CONSUMER_REGISTERS = 112;
 constexpr int PRODUCER_REGISTERS = 48;
 constexpr int QK_REGISTERS = 240;
+#endif
 static_assert(CONSUMERS * CONSUMER_REGISTERS + 32 * (PRODUCER_WARPS * PRODUCER_REGISTERS + QK_WARPS * QK_REGISTERS) <=
               THREADS * (65536 / THREADS / 8 * 8));
 
 constexpr int QK_BARRIER = 2;
+constexpr int FIRST_SHARE_BARRIER = 3;  // of so many as there are KEY_WARPS
 
 // A tile's P, in a pipeline of P_STAGES.
 constexpr int P_STAGES = 2;
 struct Probabilities {
-    uint4 fragment[QK_WARPS][32];  // of 16 keys, as the B operand for two groups of 8 rows
+    uint4 fragment[KEY_WARPS][32];  // of 16 keys, as the B operand for two groups of 8 rows
     float factor[ROWS];  // rescales earlier sums, if `raised`
     uint32_t raised;
 #if SPARSE && KV_E4M3
@@ -56,22 +69,36 @@ struct ScoreCheck {
     alignas(8) uint64_t full;
 };
 
+#if SPARSE
+// The output of a CTA consists of groups, which are what a warp product adds to: 16 columns of 8 rows. A CTA of a cluster
+// merges as many groups as any other; here are those of all CTAs, one CTA's after the other's, as lanes hold them.
+constexpr int OUTPUT_GROUPS = LATENT / 16 * (ROWS / 8);
+static_assert(SPARSE_MLA_MAX_CLUSTER_CTAS <= CONSUMER_WARPS, "the groups of a warp are merged by one CTA");
+struct MergeInput {
+    float4 sums[OUTPUT_GROUPS][32];
+    float2 statistics[SPARSE_MLA_MAX_CLUSTER_CTAS][ROWS];  // maxima and sums
+};
+#endif
+
 struct SharedStorage {
     alignas(1024) char stages[STAGES][STAGE_BYTES];  // the queries of a work tile, then its KV tiles
     alignas(16) Probabilities p[P_STAGES];
     ScoreCheck score_check[P_STAGES];
 #if SPARSE
-    uint32_t tile[STAGES];  // keys of the stage's tile, and LAST_TILE
+    uint32_t tile[STAGES];  // keys of the stage's tile (in both its stages), and LAST_TILE
+    float4 partial_scores[QK_WARPS][32];  // of a QK warp's share of the columns, for another's rows
     int slots[PRODUCER_WARPS][SLOT_RING];  // rows that are still to be copied, in a ring
+    alignas(16) MergeInput merge;
+    alignas(8) uint64_t merge_full, merge_empty;
 #if KV_E4M3
-    float top_scale[QK_WARPS][SCALE_BLOCKS];
+    float top_scale[KEY_WARPS][SCALE_BLOCKS];
     float unit[SCALE_BLOCKS];  // of a work tile: outputs are multiples of it
 #endif
 #else
     uint32_t visible[QK_WARPS][ROWS];
 #endif
-    float top[QK_WARPS][ROWS];
-    float sum[QK_WARPS][ROWS];  // of a work tile
+    float top[KEY_WARPS][ROWS];
+    float sum[KEY_WARPS][ROWS];  // of a work tile
     float maximum[ROWS];
     float query_scale[ROWS];  // by which the scores of a row are still to be multiplied
     alignas(8) uint64_t full[STAGES];
@@ -80,9 +107,13 @@ struct SharedStorage {
     alignas(8) uint64_t p_empty[P_STAGES];
     alignas(8) uint64_t sums_full;
     alignas(8) uint64_t sums_empty;
+#if !SPARSE
     WorkRange range;
+#endif
 };
+#if !SPARSE
 static_assert(STAGES * STAGE_BYTES >= CONSUMERS / 32 * MERGE_BYTES);
+#endif
 
 // Arrives for the warp, once all its lanes are here.
 DEVICE void release(uint64_t& barrier) {
@@ -92,7 +123,7 @@ DEVICE void release(uint64_t& barrier) {
 
 DEVICE void init_barriers(SharedStorage& shared) {
     for (int i = 0; i < STAGES; ++i) {
-        mbarrier_init(shared_address(&shared.full[i]), PRODUCER_WARPS);
+        mbarrier_init(shared_address(&shared.full[i]), PRODUCER_WARPS / STAGES_OF_TILE);
         mbarrier_init(shared_address(&shared.empty[i]), CONSUMER_WARPS);
     }
     for (int i = 0; i < P_STAGES; ++i) {
@@ -102,6 +133,10 @@ DEVICE void init_barriers(SharedStorage& shared) {
     }
     mbarrier_init(shared_address(&shared.sums_full), QK_WARPS);
     mbarrier_init(shared_address(&shared.sums_empty), CONSUMER_WARPS);
+#if SPARSE
+    mbarrier_init(shared_address(&shared.merge_full), 1);
+    mbarrier_init(shared_address(&shared.merge_empty), CONSUMER_WARPS * gridDim.x);
+#endif
     fence_mbarrier_init();
 }
 

@@ -49,10 +49,9 @@ DEVICE void report_invalid_slot(const Params& p) {
 // `head` of the warp's ring. Entries that name a row are put together in the list's order, so that only the last tile of
 // a work tile has fewer than TILE_TOKENS keys and holes cost no more than the reading of the list. One of the warps that
 // walk the same lists reports invalid slots.
-template <class Begin, class Copy>
-DEVICE void walk_lists(const Params& p, const WorkRange& range, int* ring, bool reports, Begin begin, Copy copy) {
+template <class Iterator, class Begin, class Copy>
+DEVICE void walk_lists(const Params& p, Iterator work_tiles, int* ring, bool reports, Begin begin, Copy copy) {
     const int lane = threadIdx.x % 32;
-    WorkTileIterator work_tiles(p, range);
     WorkTile work;
     while (work_tiles.next(work)) {
         const int* list = static_cast<const int*>(p.indices) + work.request * p.indices_stride;

@@ -1,40 +1,47 @@
 // Producer warps of the sparse kernel for 16 rows: queries, and the rows that a list names, into the pipeline.
 #pragma once
 #include "../few_rows/queries.cuh"
+#include "cluster_tiles.cuh"
 #include "lists.cuh"
 
 namespace paged_mla_decode {
 
 constexpr int OWN_ROWS = TILE_TOKENS / PRODUCER_WARPS;  // of a tile, that a warp copies
+constexpr int STAGE_WARPS = PRODUCER_WARPS / STAGES_OF_TILE;  // that fill a stage together
 
-DEVICE void load(const Params& p, const WorkRange& range, SharedStorage& shared) {
+// Neighbouring warps fill every second stage, the first of them those of the queries too.
+DEVICE void load(const Params& p, SharedStorage& shared) {
     const int warp = __shfl_sync(~0u, (threadIdx.x - FIRST_PRODUCER_THREAD) / 32, 0), lane = threadIdx.x % 32;
-    const int row = warp * OWN_ROWS + lane;
+    const int half = warp / STAGE_WARPS, first = warp * OWN_ROWS;
     const uint64_t policy = row_l2_policy(p);
     PipelineState<STAGES> kv_state;
+    kv_state.advance(half);
     const auto begin = [&](const WorkTile& work) {
-        wait_barrier(shared.empty[kv_state.index], kv_state.phase ^ 1);
-        copy_queries(p, work, shared_address(shared.stages[kv_state.index]),
-                     shared_address(&shared.full[kv_state.index]), warp);
+        if (half == 0) {
+            wait_barrier(shared.empty[kv_state.index], kv_state.phase ^ 1);
+            copy_queries(p, work, shared_address(shared.stages[kv_state.index]),
+                         shared_address(&shared.full[kv_state.index]), warp);
+        }
         kv_state.advance();
     };
     const auto copy = [&](int head, int count, uint32_t last) {
-        const int own = min(max(count - warp * OWN_ROWS, 0), OWN_ROWS);
+        const int own = min(max(count - first, 0), OWN_ROWS);
         const uint32_t full = shared_address(&shared.full[kv_state.index]);
         wait_barrier(shared.empty[kv_state.index], kv_state.phase ^ 1);
         if (lane == 0) {
-            if (warp == 0) shared.tile[kv_state.index] = count | last;
+            if (warp % STAGE_WARPS == 0) shared.tile[kv_state.index] = count | last;
             mbarrier_arrive_expect_bytes(full, own * ROW_BYTES);
         }
         __syncwarp();
         const void* const source =
-            row_address(p, shared.slots[warp][(head + row) % SLOT_RING]);  // any, for lanes without one
-        copy_rows<OWN_ROWS>(source, own, shared_address(shared.stages[kv_state.index]) + warp * OWN_ROWS * KEY_PITCH,
-                            full, policy);
+            row_address(p, shared.slots[warp][(head + first + lane) % SLOT_RING]);  // any, for lanes without one
+        copy_rows<OWN_ROWS>(
+            source, own, shared_address(shared.stages[kv_state.index]) + warp % STAGE_WARPS * OWN_ROWS * KEY_PITCH,
+            full, policy);
         __syncwarp();
-        kv_state.advance();
+        kv_state.advance(STAGES_OF_TILE);
     };
-    walk_lists(p, range, shared.slots[warp], warp == 0, begin, copy);
+    walk_lists(p, ClusterTileIterator(p), shared.slots[warp], warp == 0, begin, copy);
 }
 
 }  // namespace paged_mla_decode

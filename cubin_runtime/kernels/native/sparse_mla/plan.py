@@ -71,7 +71,10 @@ def sparse_mla_launch(
         selection.kernel,
         file,
         grid=selection.grid(problem),
-        attributes=LaunchAttributes(programmatic_serialization=problem.programmatic_serialization),
+        attributes=LaunchAttributes(
+            cluster=(selection.cluster_size, 1, 1) if selection.cluster_size > 1 else None,
+            programmatic_serialization=problem.programmatic_serialization,
+        ),
         values={
             **problem.values(),
             "cta_group_size": selection.cta_group_size,
@@ -87,7 +90,8 @@ def sparse_mla_launch(
 
 
 def sparse_mla_regions(selection: SparseMlaSelection, problem: SparseMlaProblem) -> tuple[Region, ...]:
-    """The workspace; an output tile is one row tile of a token."""
+    """The workspace; an output tile is one row tile of a token. Clusters merge in their shared memory."""
     output_tiles, rows = problem.shape.batch * selection.row_tiles, int(selection.kernel.traits["rows"])
     statistics_bytes, out_bytes = rows * (2 + CONSTANTS.mla_max_row_scales) * 4, rows * problem.latent * 2
-    return scratch_regions(output_tiles, selection.splits, selection.ctas, statistics_bytes, out_bytes)
+    ctas = 0 if selection.cluster_size else selection.ctas
+    return scratch_regions(output_tiles, selection.splits, ctas, statistics_bytes, out_bytes)

@@ -11,15 +11,23 @@ from ....values import HashedOnce, dataclass
 from ...explanation import Facts
 from ..constants import CONSTANTS
 from ..mla.select import FEW_SLACK_TILES, SLACK_TILES, cta_group_size, cta_groups, invariant_splits
-from ..selection import Selection, only_kernel
+from ..selection import Candidate, Selection, only_kernel
 
 OPERATION = "sparse_mla_decode"
 # How a row of the cache lies in memory -> its columns, and its bytes. Scaled: 512 e4m3, a float32 scale for each 128 of
 # them, 64 bf16.
 ROW_FORMS = {"scaled_e4m3": (576, 656), "bf16": (576, 1152), "bf16_nope": (512, 1024)}
 MAX_WIDTH = 1 << 15
-# Tiles of the fewest rows are faster than wider ones where there is at most one for so many rows of a wider one.
-_FEW_TILES_ROWS = 4
+# Tiles of the fewest rows are faster than wider ones if there are fewer of them than one for so many rows of those.
+_FEW_TILES_ROWS = 2
+# The cost of a launch in clusters, in the time of one of its tiles: of an output tile's start and of its merge. From so
+# many CTAs on, memory is slower than they are.
+_START_TILES, _MERGE_TILES, _BUSY_CTAS = 2.0, 2.0, 96
+# A cluster of more than two CTAs runs on multiprocessors of one GPC, and GPCs differ in size: of so many
+# multiprocessors, one is left over.
+_GPC_SHARE = 11
+# With batch_invariant, so that neither the tokens nor the width of a list decide.
+_INVARIANT_CLUSTER = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,16 +46,30 @@ class SparseMlaShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SparseMlaSelection(Selection):
-    """The kernel and its grid; ``cta_group_size`` and ``slack_tiles`` are as in ``MlaSelection``."""
+    """The kernel and its grid; ``cta_group_size`` and ``slack_tiles`` are as in ``MlaSelection``.
+
+    ``cluster_size`` are the CTAs of a cluster, which share the list of an output tile; 0: the CTAs divide all tiles
+    evenly.
+    """
 
     cta_group_size: int
     slack_tiles: int
+    cluster_size: int
+
+    def grid(self, shape: object) -> tuple[int, int, int]:
+        """CTAs of a cluster and clusters, or CTAs."""
+        return (self.cluster_size, self.ctas // self.cluster_size, 1) if self.cluster_size else (self.ctas, 1, 1)
 
     def facts(self, shape: SparseMlaShape) -> Facts:
-        """CTA groups, the rows of a token and how its list is split."""
+        """CTA groups or clusters, the rows of a token and how its list is split."""
+        rows = ("rows", f"{shape.heads} in {self.row_tiles} x {self.kernel.traits['rows']}")
+        if self.cluster_size:
+            clusters = (
+                f"{self.ctas // self.cluster_size} of {self.cluster_size} CTAs, each with output tiles of its own"
+            )
+            return ("clusters", clusters), rows
         groups = f"{self.ctas // self.cta_group_size} of {self.cta_group_size} CTAs, one CTA per row tile of a token"
-        rows = f"{shape.heads} in {self.row_tiles} x {self.kernel.traits['rows']}"
-        return ("groups", groups), ("rows", rows), ("splits", self.splits or "stream-K over all output tiles")
+        return ("groups", groups), rows, ("splits", self.splits or "stream-K over all output tiles")
 
 
 def select_sparse_mla(
@@ -64,6 +86,8 @@ def select_sparse_mla(
     row_tiles = -(-shape.heads // int(kernel.traits["rows"]))
     kv_tiles = max(1, -(-shape.width // int(kernel.traits["tile_tokens"])))
     group_size = cta_group_size(row_tiles)
+    if kernel.traits["max_cluster"]:
+        return _in_clusters(kernel, shape, device, kv_tiles, candidates)
     output_tiles = shape.batch * (row_tiles // group_size)
     most = min(device.multiprocessors // group_size, CONSTANTS.mla_max_splits)
     groups = cta_groups(most, output_tiles, kv_tiles, wide=False)
@@ -80,8 +104,56 @@ def select_sparse_mla(
         row_tiles=row_tiles,
         splits=invariant_splits(kv_tiles, int(kernel.traits["split_tiles"])) if shape.batch_invariant else 0,
         slack_tiles=0 if shape.batch_invariant else slack,
+        cluster_size=0,
         explain=lambda: (reason, candidates),
     )
+
+
+def _in_clusters(
+    kernel: NativeKernel,
+    shape: SparseMlaShape,
+    device: DeviceFacts,
+    kv_tiles: int,
+    candidates: tuple[Candidate, ...],
+) -> SparseMlaSelection:
+    """Clusters of the size that is fastest by ``_cluster_tiles``, which compute as many output tiles each."""
+    row_tiles = -(-shape.heads // int(kernel.traits["rows"]))
+    output_tiles = shape.batch * row_tiles
+    sizes = [1 << log2 for log2 in range(int(kernel.traits["max_cluster"]).bit_length())]
+    size = _INVARIANT_CLUSTER
+    if not shape.batch_invariant:
+        size = min(sizes, key=lambda size: _cluster_tiles(size, output_tiles, kv_tiles, device))
+    clusters = -(-output_tiles // _passes(size, output_tiles, device))
+    reason = (
+        f"{shape.cache_rows} rows; {shape.heads} heads in {row_tiles} tiles of {kernel.traits['rows']}; "
+        f"{output_tiles} output tiles of {kv_tiles} tiles of {kernel.traits['tile_tokens']} entries over {clusters} "
+        f"clusters of {size} CTAs on {device.multiprocessors} multiprocessors"
+    )
+    return SparseMlaSelection(
+        kernel=kernel,
+        ctas=clusters * size,
+        cta_group_size=cta_group_size(row_tiles),
+        row_tiles=row_tiles,
+        splits=0,
+        slack_tiles=0,
+        cluster_size=size,
+        explain=lambda: (reason, candidates),
+    )
+
+
+def _passes(size: int, output_tiles: int, device: DeviceFacts) -> int:
+    """The output tiles of a cluster, of which as many run as find a place."""
+    multiprocessors = device.multiprocessors
+    places = multiprocessors if size <= 2 else multiprocessors - multiprocessors // _GPC_SHARE
+    return -(-output_tiles // (places // size))
+
+
+def _cluster_tiles(size: int, output_tiles: int, kv_tiles: int, device: DeviceFacts) -> float:
+    """The time of a launch in clusters of ``size``, in that of a tile."""
+    passes = _passes(size, output_tiles, device)
+    ctas = size * -(-output_tiles // passes)
+    share = -(-kv_tiles // size) * max(1.0, ctas / _BUSY_CTAS) + _START_TILES
+    return passes * (share + (_MERGE_TILES if size > 1 else 0))
 
 
 @lru_cache(maxsize=16)  # calls of any size have the same
@@ -99,5 +171,5 @@ def _tile_rows(kernels: HashedOnce[NativeKernel], shape: SparseMlaShape) -> int:
     """
     sizes = _row_sizes(kernels, shape.cache_rows)
     rows = next((size for size in sizes if shape.heads <= size), max(sizes, default=0))
-    few = bool(sizes) and shape.batch * -(-shape.heads // sizes[0]) <= rows // _FEW_TILES_ROWS
+    few = bool(sizes) and shape.batch * -(-shape.heads // sizes[0]) < rows // _FEW_TILES_ROWS
     return sizes[0] if few and not shape.batch_invariant else rows
