@@ -78,16 +78,17 @@ def mla_list_arguments(memory: MadeUpMemory, **changes: Any) -> dict[str, Any]:
     return mla_arguments(memory, 16, **{**given, **changes})
 
 
-def mla_list_arguments_of_656_bytes(memory: MadeUpMemory) -> dict[str, Any]:
+def mla_list_arguments_of_656_bytes(memory: MadeUpMemory, requests: int = 4, heads: int = 16) -> dict[str, Any]:
     """Of the same with one token per request, an output and the sizes of lists."""
     return mla_list_arguments(
         memory,
-        query=memory.tensor("bfloat16", 4, 1, 16, 576),
+        query=memory.tensor("bfloat16", requests, 1, heads, 576),
         kv_cache=memory.tensor("uint8", 1024, 1, 64, 656),
-        block_tables=memory.tensor("int32", 4, 1, 256),
-        out=memory.tensor("bfloat16", 4, 1, 16, 512),
-        lse=memory.tensor("float32", 4, 1, 16),
-        sinks=[memory.tensor("float32", 16)],
+        block_tables=memory.tensor("int32", requests, 1, 256),
+        seq_lens=memory.tensor("int32", requests),
+        out=memory.tensor("bfloat16", requests, 1, heads, 512),
+        lse=memory.tensor("float32", requests, 1, heads),
+        sinks=[memory.tensor("float32", heads)],
         kv_scale_format="arbitrary_fp32",
     )
 

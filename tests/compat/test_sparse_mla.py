@@ -84,7 +84,7 @@ def test_scales_on_the_device_are_read_there(standin: StandIn, memory: MadeUpMem
 
 
 def test_calls_of_other_options_are_not_alike(standin: StandIn, memory: MadeUpMemory, full_calls: list[object]) -> None:
-    plain = mla_list_arguments_of_656_bytes(memory)
+    plain = mla_list_arguments_of_656_bytes(memory, heads=64)
     for changes in ({}, {"batch_invariant": True}, {"return_lse_base": "basee"}, {"sinks": None}, {}):
         decode(**plain | changes)
         seen = sent(standin)
@@ -246,7 +246,7 @@ def test_ragged_queries_over_rows_of_656_bytes_need_the_lengths_of_lists(
 def test_too_little_scratch_is_refused_with_the_bytes(memory: MadeUpMemory) -> None:
     small = memory.tensor("uint8", SEMAPHORE_BYTES + 1024)
     with pytest.raises(WorkspaceError, match=r"workspace_buffer, behind its 8388608 .*: \d+ bytes are needed"):
-        decode(**mla_list_arguments(memory, workspace_buffer=small))
+        decode(**mla_list_arguments_of_656_bytes(memory, requests=8, heads=64) | {"workspace_buffer": small})
 
 
 def test_a_device_without_kernels_over_lists_is_told_where_they_run(
