@@ -240,25 +240,26 @@ def _of_tokens(host: SparseMlaHost, order: list[int]) -> SparseMlaHost:
     return replace(host, q=host.q[order], indices=host.indices[order], lens=host.lens[order])
 
 
-@pytest.mark.parametrize("length", [64, 1000, 4096])
-def test_a_list_of_all_keys_has_the_bits_of_dense_decode(
-    runtime: Runtime, rng: np.random.Generator, length: int
+@pytest.mark.parametrize(("tokens", "length"), [(3, 64), (132, 1000), (132, 4096)])
+def test_a_list_of_all_keys_has_the_bits_of_dense_decode_if_neither_is_split(
+    runtime: Runtime, rng: np.random.Generator, tokens: int, length: int
 ) -> None:
     # A power of two, since it is rounded before it is multiplied with log2(e), and dense decode's after that.
-    case = SparseMlaCase(3, 16, length, "bf16", pool=length, page_size=64, scale=2.0**-4)
+    case = SparseMlaCase(tokens, 16, length, "bf16", pool=length, page_size=64, scale=2.0**-4)
     host = sparse_mla_host(case, rng)
     host.indices[:] = np.arange(length)
     rows = normal_bits("bf16", rng, (*host.memory.shape[:2], case.columns))
     host.memory[:] = rows.view(np.uint8)
     with sparse_mla_on_device(runtime, case, rng, host) as device:
+        assert [selection.cluster_size for selection in device.plan.selections] == [1]
         device.run()
         sparse = device.result_bytes()
         device.assert_right()
         device.poison()
         q, cache, _, out, lse = device.tensors
-        pages = np.tile(np.arange(-(-length // 64), dtype=np.int32), (3, 1))
+        pages = np.tile(np.arange(-(-length // 64), dtype=np.int32), (tokens, 1))
         table = TensorView.contiguous(device.arrays.upload(pages), "int32", pages.shape)
-        lens = TensorView.contiguous(device.arrays.upload(np.full(3, length, np.int32)), "int32", (3,))
+        lens = TensorView.contiguous(device.arrays.upload(np.full(tokens, length, np.int32)), "int32", (tokens,))
         dense: Any = {"max_seq_len": length, "softmax_scale": case.scale, "runtime": runtime}
         plan = plan_mla_decode(q, cache, table, lens, out, lse, **dense)
         plan.run(q, cache, table, lens, out, lse)

@@ -16,9 +16,12 @@ DEVICE int key_warp(int warp) { return COLUMN_SHARES == 1 ? warp : warp % KEY_WA
 DEVICE int column_share(int warp) { return COLUMN_SHARES == 1 ? 0 : warp / KEY_WARPS; }
 DEVICE int first_row(int warp) { return column_share(warp) * 8; }
 
-// A share has as many latent as rope columns as any other. Where they are in a row of queries, for each 16 of them.
+// The 16 columns that a share multiplies in a step, as bytes in a row of queries: of scaled rows, half of the latent ones
+// and then half of the rope ones; of others every second 16, since the sum of these is what a chain of the other kernels
+// adds up.
 constexpr int WARP_CONVERTED_STEPS = CONVERTED_STEPS / COLUMN_SHARES;
 DEVICE int query_byte(int step, int share) {
+    if (!SCALED) return (step * COLUMN_SHARES + share) * 32;
     const bool converted = step < WARP_CONVERTED_STEPS;
     const int first = converted ? share * WARP_CONVERTED_STEPS
                                 : CONVERTED_STEPS - WARP_CONVERTED_STEPS + share * (WARP_STEPS - WARP_CONVERTED_STEPS);
@@ -118,7 +121,7 @@ struct Queries {
 
 using AllScores = float[2][4];  // as Scores, for all rows
 
-// S^T of the warp's keys and columns, scaled; `keys` is the lane's offset in the first 32 bytes.
+// S^T of the warp's keys and columns, scaled if these are all; `keys` is the lane's offset in the first 32 bytes.
 DEVICE void multiply_keys(uint32_t keys, const Queries& q, AllScores& s) {
     constexpr int LOADS = KV_E4M3 ? WARP_STEPS / 2 : WARP_STEPS;  // of 32 bytes of each key
     float chain[CHAINS][2][4];
@@ -128,10 +131,11 @@ DEVICE void multiply_keys(uint32_t keys, const Queries& q, AllScores& s) {
         for (int i = 0; i < 8; ++i) chain[c][i / 4][i % 4] = 0.f;
     uint32_t raw[AHEAD + 1][4];
 #pragma unroll
-    for (int load = 0; load < AHEAD; ++load) ldmatrix_x4(raw[load], step_offset(keys, load));
+    for (int load = 0; load < AHEAD; ++load) ldmatrix_x4(raw[load], step_offset(keys, load * COLUMN_SHARES));
 #pragma unroll
     for (int load = 0; load < LOADS; ++load) {
-        if (load + AHEAD < LOADS) ldmatrix_x4(raw[(load + AHEAD) % (AHEAD + 1)], step_offset(keys, load + AHEAD));
+        if (load + AHEAD < LOADS)
+            ldmatrix_x4(raw[(load + AHEAD) % (AHEAD + 1)], step_offset(keys, (load + AHEAD) * COLUMN_SHARES));
         const uint32_t(&r)[4] = raw[load % (AHEAD + 1)];
         if constexpr (KV_E4M3) {  // keys 0-7 and 8-15 of 16 columns, then of the next 16
 #pragma unroll
@@ -152,7 +156,7 @@ DEVICE void multiply_keys(uint32_t keys, const Queries& q, AllScores& s) {
     for (int n = 0; n < 2; ++n)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            s[n][i] = (CHAINS == 2 ? chain[0][n][i] + chain[CHAINS - 1][n][i] : chain[0][n][i]) * q.scale_of(n, i % 2);
+            s[n][i] = COLUMN_SHARES > 1 ? chain[0][n][i] : (chain[0][n][i] + chain[CHAINS - 1][n][i]) * q.scale_of(n, i % 2);
         }
 }
 

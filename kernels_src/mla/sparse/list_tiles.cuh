@@ -87,8 +87,10 @@ DEVICE void load_scales(uint32_t key, bool exists, float (&scale)[2]) {
 }
 #endif
 
-// Adds the scores of the two warps that share the columns of 16 keys: each gets those of its rows.
-DEVICE void add_shares(const AllScores& own, int warp, float4 (&partial)[QK_WARPS][32], Scores& s, bool warmup) {
+// Adds the scores of the two warps that share the columns of 16 keys, and scales those that are not: each gets those of
+// its rows.
+DEVICE void add_shares(const AllScores& own, const Queries& q, int warp, float4 (&partial)[QK_WARPS][32], Scores& s,
+                       bool warmup) {
     const int lane = threadIdx.x % 32, share = column_share(warp);
     const auto score = [&](int i) { return share == 0 ? own[1][i] : own[0][i]; };  // of the other's rows
     partial[warp][lane] = make_float4(score(0), score(1), score(2), score(3));
@@ -96,7 +98,10 @@ DEVICE void add_shares(const AllScores& own, int warp, float4 (&partial)[QK_WARP
     const float4 other = partial[(warp + KEY_WARPS) % QK_WARPS][lane];
     const float others[4] = {other.x, other.y, other.z, other.w};
 #pragma unroll
-    for (int i = 0; i < 4; ++i) s[0][i] = (share == 0 ? own[0][i] : own[1][i]) + others[i];
+    for (int i = 0; i < 4; ++i) {
+        s[0][i] = (share == 0 ? own[0][i] : own[1][i]) + others[i];
+        if (!KV_E4M3) s[0][i] *= q.scale_of(0, i % 2);
+    }
 }
 
 // Publishes maxima and sums at the end of a work tile.
@@ -174,9 +179,9 @@ DEVICE void score(const Params& p, SharedStorage& shared) {
                                      all);
                 load_scales(stage + stage_offset(0, stage_key + lane / 2), first_key + lane / 2 < valid, rows.scale);
 #else
-                multiply_keys(keys + column_share(warp) * WARP_STEPS * 32, q, all);
+                multiply_keys(keys + column_share(warp) * 32, q, all);
 #endif
-                add_shares(all, warp, shared.partial_scores, s, warmup);
+                add_shares(all, q, warp, shared.partial_scores, s, warmup);
                 if (valid < TILE_TOKENS) mask_missing(valid, warp, s);
             }
             if (!warmup || publishes) {
