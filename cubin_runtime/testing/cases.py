@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,7 +31,8 @@ class DecodeCase:
 
     ``q`` is ``[tokens, heads, width]``, the requests' tokens one after another, ``cache`` the K and V caches ``[pages,
     page_size, kv_heads, head_dim]``, or the one latent cache ``[pages, page_size, width]``. Rows past a length and
-    unused pages are NaN. ``q_cu_seq_lens`` states where each request's tokens begin.
+    unused pages are NaN. ``q_cu_seq_lens`` states where each request's tokens begin. ``latent``: columns of a value
+    of MLA.
     """
 
     dtype: DTypeName
@@ -41,6 +43,7 @@ class DecodeCase:
     q_cu_seq_lens: Array
     max_seq_len: int
     softmax_scale: float
+    latent: int | None = None
 
     @property
     def batch(self) -> int:
@@ -50,7 +53,7 @@ class DecodeCase:
     def on(self, device: Device) -> dict[str, TensorView]:
         """The case on a device as arguments of the operator, with poisoned ``out`` and ``lse``."""
         names = ("k_cache", "v_cache") if len(self.cache) == 2 else ("kv_cache",)
-        width = self.q.shape[2] if len(self.cache) == 2 else self.q.shape[2] - 64
+        width = self.latent or self.q.shape[2]
         tensors = {"q": device.array(self.q, self.dtype)}
         tensors |= {name: device.array(cache, self.dtype) for name, cache in zip(names, self.cache, strict=True)}
         tensors |= {"page_table": device.array(self.page_table), "seq_lens": device.array(self.seq_lens)}
@@ -66,7 +69,8 @@ class DecodeCase:
         options = {"q_cu_seq_lens": self.q_cu_seq_lens, **options}
         where = (self.page_table, self.seq_lens, self.softmax_scale)
         if len(caches) == 1:
-            return mla_decode_reference(q, caches[0], *where, latent=latent or q.shape[-1] - 64, **options)
+            columns = latent or self.latent or q.shape[-1]
+            return mla_decode_reference(q, caches[0], *where, latent=columns, **options)
         return paged_decode_reference(q, caches[0], caches[1], *where, **options)
 
 
@@ -97,13 +101,15 @@ def mla_case(
     q_lens: Sequence[int] | int = 1,
     heads: int = 128,
     latent: int = 512,
+    rope: int = 64,
     page_size: int = 64,
     max_seq_len: int | None = None,
     dtype: DTypeName = "bfloat16",
 ) -> DecodeCase:
     """As ``paged_case``, for MLA; the softmax scale is that of a head dimension of 128 + 64 before the projection."""
-    shapes = ((heads, latent + 64), (latent + 64,))
-    return _case(seed, lengths, q_lens, shapes, page_size, max_seq_len, dtype, 1 / math.sqrt(192))
+    shapes = ((heads, latent + rope), (latent + rope,))
+    case = _case(seed, lengths, q_lens, shapes, page_size, max_seq_len, dtype, 1 / math.sqrt(192))
+    return replace(case, latent=latent)
 
 
 def _case(

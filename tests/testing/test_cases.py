@@ -49,6 +49,13 @@ def test_a_latent_case_has_one_cache_and_the_latent_as_output() -> None:
     assert case.reference()[0].shape == (2, 16, 512)
 
 
+@pytest.mark.parametrize(("latent", "rope"), [(512, 0), (128, 32)])
+def test_a_latent_case_of_another_width(latent: int, rope: int) -> None:
+    case = mla_case(2, (65, 3), heads=16, latent=latent, rope=rope)
+    assert [cache.shape[-1] for cache in case.cache] == [latent + rope]
+    assert case.reference()[0].shape == (2, 16, latent)
+
+
 @pytest.mark.parametrize("dtype", sorted(ROUNDING))
 def test_a_rounded_reference_is_close(dtype) -> None:
     expected, lse = paged_case(3, LENGTHS, dtype=dtype).reference()
