@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 
-from cubin_runtime.kernels.native.constants import CONSTANTS, MERGE_TYPES
+from cubin_runtime.kernels.native.constants import MERGE_TYPES
+from cubin_runtime.kernels.native.mla.select import COLUMNS as MLA_COLUMNS
 from cubin_runtime.kernels.native.prefill.select import SEGMENT_HEAD_DIMS
 
 # Dynamic plus static shared memory that one block can opt in to, in bytes, by compute capability.
@@ -339,9 +340,12 @@ def _merge_states(sm: str, dtype: str) -> Variant:
 _MLA_TILE_TOKENS = 64
 # The portable kernel is for SM120 and SM121; that for SM90 is how it is tested.
 _PORTABLE_MLA_SMS = ("90", "120")
-_PORTABLE_MLA_STAGES = {512: 3, 256: 7}  # as many as fit into 99 KB of shared memory beside the queries
+_PORTABLE_MLA_STAGES = {512: 3, 256: 7, 128: 9}  # as many as fit into 99 KB of shared memory beside the queries
 # Pipeline stages of the kernels for few rows: as many as fit into 227 KB of shared memory.
-_FEW_ROWS_STAGES = {("bf16", 512): 3, ("bf16", 256): 5, ("e4m3", 512): 5, ("e4m3", 256): 9}
+_FEW_ROWS_STAGES = {
+    "bf16": {(512, 64): 3, (256, 64): 5, (512, 0): 3, (256, 32): 5, (128, 32): 9},
+    "e4m3": {(512, 64): 5, (256, 64): 9, (512, 0): 6, (256, 32): 9, (128, 32): 13},
+}
 
 
 def _mla_decode(
@@ -349,7 +353,7 @@ def _mla_decode(
     name: str,
     dtype: str,
     q_dtypes: str,
-    latent: int,
+    columns: tuple[int, int],
     rows: int,
     row_bytes: int,
     *,
@@ -357,11 +361,15 @@ def _mla_decode(
     tile: int = _MLA_TILE_TOKENS,
     **defines: int,
 ) -> Variant:
-    """``row_bytes``: of a token in a TMA box, and the span of its swizzle; ``tile``: tokens of a KV tile."""
+    """``columns``: latent and rope ones of a key; ``row_bytes``: of a token in a TMA box, and the span of its swizzle.
+
+    ``tile``: tokens of a KV tile.
+    """
     box_columns = row_bytes // (1 if dtype == "e4m3" else 2)
+    latent, rope = columns
     return Variant(
         source=f"mla/{source}.cu",
-        symbol=f"{name}_latent{latent}",
+        symbol=f"{name}_latent{latent}{'' if rope == 64 else f'_rope{rope}'}",
         sm=sm,
         operation="paged_mla_decode",
         struct="PagedMlaDecodeParams",
@@ -369,7 +377,7 @@ def _mla_decode(
             "dtype": dtype,
             "q_dtypes": q_dtypes,
             "latent": latent,
-            "rope": CONSTANTS.mla_rope_columns,
+            "rope": rope,
             "rows": rows,
             "tile_tokens": tile,
             "box_columns": box_columns,
@@ -380,6 +388,7 @@ def _mla_decode(
         defines={
             "KV_E4M3": int(dtype == "e4m3"),
             "LATENT": latent,
+            "ROPE": rope,
             "ROWS": rows,
             "TILE_TOKENS": tile,
             "BOX_COLUMNS": box_columns,
@@ -390,17 +399,17 @@ def _mla_decode(
     )
 
 
-def _mla_variants(latent: int) -> Iterator[Variant]:
-    yield _mla_decode("paged_mla_decode", "paged_mla_decode_bf16", "bf16", "bf16", latent, 64, 128)
+def _mla_variants(columns: tuple[int, int]) -> Iterator[Variant]:
+    yield _mla_decode("paged_mla_decode", "paged_mla_decode_bf16", "bf16", "bf16", columns, 64, 128)
     e4m3 = "paged_mla_decode_e4m3"
-    yield _mla_decode(e4m3, e4m3, "e4m3", "bf16", latent, 64, 64, Q_E4M3=0)
-    yield _mla_decode(e4m3, f"{e4m3}_q_e4m3", "e4m3", "e4m3", latent, 64, 64, Q_E4M3=1)
+    yield _mla_decode(e4m3, e4m3, "e4m3", "bf16", columns, 64, 64, Q_E4M3=0)
+    yield _mla_decode(e4m3, f"{e4m3}_q_e4m3", "e4m3", "e4m3", columns, 64, 64, Q_E4M3=1)
     for dtype, q_dtypes in (("bf16", "bf16"), ("e4m3", "bf16,e4m3")):
-        source, stages = "few_rows_mla_decode", _FEW_ROWS_STAGES[dtype, latent]
-        yield _mla_decode(source, f"{source}_{dtype}", dtype, q_dtypes, latent, 16, 128, STAGES=stages)
+        source, stages = "few_rows_mla_decode", _FEW_ROWS_STAGES[dtype][columns]
+        yield _mla_decode(source, f"{source}_{dtype}", dtype, q_dtypes, columns, 16, 128, STAGES=stages)
     for sm in _PORTABLE_MLA_SMS:
-        source, stages = "portable_mla_decode", _PORTABLE_MLA_STAGES[latent]
-        yield _mla_decode(source, f"{source}_e4m3", "e4m3", "e4m3", latent, 64, 64, sm=sm, tile=32, STAGES=stages)
+        source, stages = "portable_mla_decode", _PORTABLE_MLA_STAGES[columns[0]]
+        yield _mla_decode(source, f"{source}_e4m3", "e4m3", "e4m3", columns, 64, 64, sm=sm, tile=32, STAGES=stages)
 
 
 # Tiles of a split under batch invariance: lists are short, and splits of dense decode too coarse for them.
@@ -527,7 +536,7 @@ VARIANTS: tuple[Variant, ...] = (
     *(_kv_reduction(sm, *dtypes) for sm in _FOLLOWING_SMS for dtypes in _REDUCTION_DTYPES),
     *(_lse_from_statistics(sm) for sm in _FOLLOWING_SMS),
     *(_streaming_read("90a", *way) for way in _READS),
-    *(variant for latent in (512, 256) for variant in _mla_variants(latent)),
+    *(variant for columns in MLA_COLUMNS for variant in _mla_variants(columns)),
     *(_sparse_mla_decode(cache_rows) for cache_rows in _SPARSE_MLA_ROWS),
     *(_sparse_mla_decode("scaled_e4m3", rows) for rows in _SCALED_MLA_STAGES),
     *_prefill_variants(),

@@ -22,11 +22,11 @@ _OUT_DTYPES = ("bf16", "fp16", "e4m3")
 class CallSizes:
     """The sizes, types and options of a call; None is the operator's default.
 
-    ``operation`` is decode, context, sparse_mla, append, merge or draft_mask. ``q_len`` and ``kv_len`` are bounds on
-    the lengths; of sparse_mla, ``kv_len`` are the entries of a list. ``tokens``, the query (or new) tokens of all
-    requests, is given where query lengths differ. ``head_dim`` is that of Q and K, 576 or 320 for MLA. Types are bf16,
-    fp16 or e4m3. ``window`` counts visible tokens, 0 for all. ``soft_cap``: context attention with a logit soft cap.
-    ``pdl``: programmatic dependent launch.
+    ``operation`` is decode, mla, context, sparse_mla, append, merge or draft_mask. ``q_len`` and ``kv_len`` are bounds
+    on the lengths; of sparse_mla, ``kv_len`` are the entries of a list. ``tokens``, the query (or new) tokens of all
+    requests, is given where query lengths differ. ``head_dim`` is that of Q and K; decode is mla with one that only
+    rows of a latent cache have. Types are bf16, fp16 or e4m3. ``window`` counts visible tokens, 0 for all.
+    ``soft_cap``: context attention with a logit soft cap. ``pdl``: programmatic dependent launch.
     """
 
     operation: str = "decode"

@@ -15,6 +15,7 @@ from ..launch.driver import DeviceFacts
 from . import operators
 from .backends import NATIVE
 from .call_sizes import CallSizes, Explained
+from .latent_cache import MLA_WIDTHS
 
 
 @cache
@@ -30,7 +31,9 @@ def explained_operator(sizes: CallSizes) -> Explained:
     Raises:
         UsageError: there is none for the operation.
     """
-    part = next((part for part in explained() if part.operation == sizes.operation and part.takes(sizes)), None)
+    is_mla = sizes.operation == "decode" and sizes.head_dim in MLA_WIDTHS
+    operation = "mla" if is_mla else sizes.operation
+    part = next((part for part in explained() if part.operation == operation and part.takes(sizes)), None)
     if part is None:
         operations = ", ".join(sorted({part.operation for part in explained()}))
         raise UsageError(f"the {NATIVE} backend has {operations}", argument="operation", value=repr(sizes.operation))
@@ -48,5 +51,5 @@ def explain(sizes: CallSizes, kernels: Sequence[NativeKernel], device: DeviceFac
     if sizes.soft_cap and operator.operation != "context":
         raise UsageError(f"soft_cap=True: {operator.operator} has none, expected `operation` context")
     shape = operator.shape(sizes)
-    names = {"backend": NATIVE, "operator": operator.operator, "operation": operator.operation}
+    names = {"backend": NATIVE, "operator": operator.operator, "operation": sizes.operation}
     return explain_launches(names, shape, device, operator.select(kernels, shape, device), pdl=sizes.pdl)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from ..errors import UsageError
-from ..kernels.native.constants import CONSTANTS
-from ..kernels.native.mla.select import MAX_HEADS, PAGE_SIZES
+from ..kernels.native.mla.select import COLUMNS, MAX_HEADS, PAGE_SIZES
 from ..tensor import TensorView
 from .checks import listed
 from .operator import TensorArg
 
-ROPE = CONSTANTS.mla_rope_columns
 # Columns of a row of the cache -> the latent ones of them.
-LATENTS = {latent + ROPE: latent for latent in (512, 256)}
+LATENTS = {latent + rope: latent for latent, rope in COLUMNS}
+# Those that no head dimension of keys and values has.
+MLA_WIDTHS = frozenset(latent + rope for latent, rope in COLUMNS if rope)
 # Dtype of the cache -> what q may be, if a kernel takes it; the output may be any.
 Q_DTYPES = {"bfloat16": ("bfloat16",), "float8_e4m3fn": ("bfloat16", "float8_e4m3fn")}
 OUT_DTYPES = ("bfloat16", "float16", "float8_e4m3fn")
@@ -36,7 +36,7 @@ def latent_view(cache: TensorView, name: str = "kv_cache") -> TensorView:
 
 
 def check_cache(q: TensorView, cache: TensorView) -> None:
-    """Check the sizes of queries and cache against each other; the cache is ``[pages, page_size, 1, latent + 64]``.
+    """Check the sizes of queries and cache against each other; the cache is ``[pages, page_size, 1, width]``.
 
     Raises:
         UsageError: the message names the tensor.
@@ -45,10 +45,8 @@ def check_cache(q: TensorView, cache: TensorView) -> None:
     heads, columns = q.shape[-2:]
     if pages < 1:
         raise UsageError("no pages, expected at least one", argument="kv_cache")
-    if width <= ROPE:
-        raise UsageError(
-            f"rows of {width} columns, expected latent columns and {ROPE} rope columns", argument="kv_cache"
-        )
+    if width not in LATENTS:
+        raise UsageError(f"rows of {width} columns, expected one of {listed(tuple(LATENTS))}", argument="kv_cache")
     if columns != width:
         raise UsageError(f"{columns} columns per head, expected {width}, like the rows of kv_cache", argument="q")
     if page_size not in PAGE_SIZES:

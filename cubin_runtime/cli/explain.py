@@ -47,7 +47,7 @@ def _size(name: str, kind: Any, default: Any, flag: str | None, text: str, group
 SIZES = (
     _size(
         *("operation", str, "decode", "--op"),
-        *("decode, context, ragged; native: append, merge, draft_mask, sparse_mla", _OPERATOR, "NAME"),
+        *("decode, context, ragged; native: mla, append, merge, draft_mask, sparse_mla", _OPERATOR, "NAME"),
     ),
     _size("sm", int | None, None, "--sm", "GPU model: 80 to 121; default 90, of trtllm-gen 100.", _GPU, "SM"),
     _size("multiprocessors", int | None, None, "--sms", "Multiprocessors of the GPU; default by --sm.", _GPU, "N"),
@@ -56,7 +56,7 @@ SIZES = (
     _size("kv_len", int, 1024, "--kv-len", "Upper bound on the KV lengths.", _SIZES, "N"),
     _size("heads_q", int, 32, "--heads-q", "Query heads.", _SIZES, "N"),
     _size("heads_kv", int | None, None, "--heads-kv", "KV heads; default 8, of native MLA 1.", _SIZES, "N"),
-    _size("head_dim", int, 128, "--head-dim", "Head dimension of Q and K; 576 or 320: MLA.", _SIZES, "N"),
+    _size("head_dim", int, 128, "--head-dim", "Head dimension of Q and K; 576, 320, 288, 160: MLA.", _SIZES, "N"),
     _size("head_dim_v", int | None, None, "--head-dim-v", "Head dimension of V, if another.", _SIZES, "N"),
     _size("page", int, 32, "--page", "Tokens per KV page.", _SIZES, "N"),
     _size("tokens", int | None, None, "--tokens", "Query tokens of all requests, if lengths differ.", _SIZES, "N"),

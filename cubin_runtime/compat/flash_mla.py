@@ -57,13 +57,13 @@ def flash_mla_with_kvcache(
     """MLA decode, over the lists ``indices`` or over all keys of each request; torch tensors.
 
     Args:
-        q: bfloat16 ``[batch, q_len, heads, 576]``.
-        k_cache: ``[pages, page_size, 1, 576]`` of bfloat16, or with ``is_fp8_kvcache`` and ``indices`` rows of 656
-            bytes, ``[pages, page_size, 1, 656]``; see ``sparse_mla_decode``.
+        q: bfloat16 ``[batch, q_len, heads, 576]``, or 512 columns without rope.
+        k_cache: ``[pages, page_size, 1, 576]`` (or 512) of bfloat16, or with ``is_fp8_kvcache`` and ``indices`` rows of
+            656 bytes, ``[pages, page_size, 1, 656]``; see ``sparse_mla_decode``.
         block_table, cache_seqlens: int32 ``[batch, columns]`` and ``[batch]``, without ``indices`` alone.
         head_dim_v: 512.
         tile_scheduler_metadata, num_splits: accepted; they change nothing.
-        softmax_scale: None: 1 / sqrt(576).
+        softmax_scale: None: 1 / sqrt(columns of q).
         causal: without ``indices``, required if q_len is over 1.
         is_fp8_kvcache: whether the cache has rows of 656 bytes.
         indices: int32 ``[batch, q_len, width]``, slots of the cache; negative entries are holes. Where pages have gaps

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..attention.latent_cache import ROPE
 from ..attention.operators.mla_decode import mla_decode
 from ..errors import UsageError
 from ..kernels.native.context_parallel import Dealing
-from ..kernels.native.mla.select import MAX_HEADS, MAX_QUERIES
+from ..kernels.native.mla.select import COLUMNS, MAX_HEADS, MAX_QUERIES
 from ..kernels.native.sparse_mla.select import MAX_WIDTH
 
 if TYPE_CHECKING:
@@ -16,10 +15,11 @@ if TYPE_CHECKING:
 
 # Tokens of a page, as of the engines' other MLA kernels.
 PAGE_SIZE = 64
-LATENT_SIZES = (512, 256)
+# Latent and rope columns of layers; how engines write a cache without rope columns is untested.
+LAYER_COLUMNS = tuple(columns for columns in COLUMNS if columns[1] > 0)
 MAX_TOKENS = MAX_QUERIES
-# Columns of a value where each query token attends to the rows of a list.
-LISTED_LATENT = 512
+# The same where each query token attends to the rows of a list.
+LISTED_LATENT, LISTED_ROPE = 512, 64
 
 
 class LatentDecodes(NamedTuple):
@@ -108,7 +108,7 @@ def attend_latent(
 
 def unserved(latent: int, rope: int, heads: int, q_len: int) -> str | None:
     """Return the reason why no kernel takes a layer of these sizes with ``q_len`` query tokens per request, or None."""
-    if latent not in LATENT_SIZES or rope != ROPE:
+    if (latent, rope) not in LAYER_COLUMNS:
         return f"MLA with kv_lora_rank={latent}, qk_rope_head_dim={rope} not supported"
     if not 1 <= heads <= MAX_HEADS:
         return f"MLA with {heads} heads on a rank not supported"

@@ -9,14 +9,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..attention.latent_cache import ROPE
 from ..attention.operator_plan import OperatorPlan
 from ..attention.operators.context_attention import plan_context_attention
 from ..attention.operators.mla_decode import plan_mla_decode
 from ..attention.operators.sparse_mla_decode import plan_sparse_mla_decode
 from ..kernels.native.sparse_mla.select import ROW_FORMS
 from ..tensor import TensorView
-from .latent_batch import LISTED_LATENT, PAGE_SIZE, LatentDecodes, LatentOptions, attend_latent
+from .latent_batch import LISTED_LATENT, LISTED_ROPE, PAGE_SIZE, LatentDecodes, LatentOptions, attend_latent
 from .scratch import Limits, SharedScratch, load, shared_scratch
 
 _SIZES = 4  # of steps that write a fast path for any size
@@ -27,11 +26,12 @@ _FULL_GRID = 256  # query tokens that occupy all multiprocessors of any GPU with
 class LatentKind(NamedTuple):
     """The common values of layers of one kind; dtypes are those of a ``TensorView``.
 
-    ``q_len`` bounds the query tokens of a request.
+    ``latent`` and ``rope`` are columns of a key; ``q_len`` bounds the query tokens of a request.
     """
 
     heads: int
     latent: int
+    rope: int
     q_dtype: str
     cache_dtype: str
     q_len: int
@@ -51,13 +51,13 @@ def reserve_latent(kind: LatentKind, options: LatentOptions, limits: Limits, log
         plans = list(_plans(kind, options, limits))
         scratch.cover(plans, limits)
         scratch.ready.add(done)
-        named = f"MLA with {kind.latent} + {ROPE} columns, {kind.heads} heads, a cache of {kind.cache_dtype}"
+        named = f"MLA with {kind.latent} + {kind.rope} columns, {kind.heads} heads, a cache of {kind.cache_dtype}"
         log.info("cubin_runtime: decodes of layers of %s run on %s", named, ", ".join(load(plans)))
     return options._replace(scratch=scratch)
 
 
 def warm_up_latent(kind: LatentKind, kv_cache: Any, options: LatentOptions, limits: Limits, columns: int) -> None:
-    """Run decodes over the engine's cache ``[pages, page_size, latent + 64]``, so that later ones find fast paths.
+    """Run decodes over the engine's cache ``[pages, page_size, latent + rope]``, so that later ones find fast paths.
 
     They read page 0 and write nothing but an output of their own; ``columns`` are those of the engine's page tables.
     """
@@ -70,7 +70,8 @@ def warm_up_latent(kind: LatentKind, kv_cache: Any, options: LatentOptions, limi
     table = torch.zeros(most, columns, dtype=torch.int32, device=device)
     lengths = torch.ones(most, dtype=torch.int32, device=device)
     sums = torch.arange(most + 1, dtype=torch.int32, device=device)
-    q = torch.zeros(most * kind.q_len, kind.heads, kind.latent + ROPE, device=device).to(getattr(torch, kind.q_dtype))
+    columns_of_q = kind.latent + kind.rope
+    q = torch.zeros(most * kind.q_len, kind.heads, columns_of_q, device=device).to(getattr(torch, kind.q_dtype))
     out = torch.empty(*q.shape[:2], kind.latent, dtype=torch.bfloat16, device=device)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=device) if options.dealing.world > 1 else None
     for requests in range(1, most + 1):
@@ -99,7 +100,7 @@ def _forms(q_len: int) -> list[tuple[int, bool]]:
 
 def _plans(kind: LatentKind, options: LatentOptions, limits: Limits) -> Iterator[OperatorPlan]:
     """Plans like those of all steps, on a cache of one page."""
-    width, columns = kind.latent + ROPE, -(-limits.keys // PAGE_SIZE)
+    width, columns = kind.latent + kind.rope, -(-limits.keys // PAGE_SIZE)
     dealt, tensor = options.dealing.world > 1, partial(_tensor, kind.device)
     cache = tensor(kind.cache_dtype, 1, PAGE_SIZE, width)
     for requests in range(1, limits.requests + 1):
@@ -206,6 +207,6 @@ def reserve_lists(kind: ListKind, batch_invariant: bool, limits: Limits, log: lo
         for tokens in sorted({*range(1, min(limits.tokens, _FULL_GRID) + 1), limits.tokens})
     ]
     scratch.cover(plans, limits)
-    named = f"sparse MLA with {LISTED_LATENT} + {ROPE} columns, {kind.heads} heads, rows of {row_bytes} bytes"
+    named = f"sparse MLA with {LISTED_LATENT} + {LISTED_ROPE} columns, {kind.heads} heads, rows of {row_bytes} bytes"
     log.info("cubin_runtime: layers of %s run on %s", named, ", ".join(load(plans)))
     return scratch

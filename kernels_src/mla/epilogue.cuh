@@ -75,7 +75,7 @@ DEVICE int64_t partial_offset(int slot, int group, int lane) {
 
 // Each row of a partial also has its maximum, its sum, and for each SCALE_COLUMNS columns (those of a row that one warp
 // holds) a power of two by which the fp16 numbers are to be multiplied.
-constexpr int SCALE_COLUMNS = ROWS < 64 ? 64 : (KV_E4M3 ? LATENT / 8 : LATENT / 2);
+constexpr int SCALE_COLUMNS = ROWS < 64 ? 64 : (KV_E4M3 ? OUTPUT_COLUMNS / 8 : OUTPUT_COLUMNS / 2);
 constexpr int STATISTICS_BYTES = ROWS * (2 + LATENT / SCALE_COLUMNS) * sizeof(float);  // of a slot
 static_assert(LATENT / SCALE_COLUMNS <= MLA_MAX_ROW_SCALES, "the workspace has room for as many");
 

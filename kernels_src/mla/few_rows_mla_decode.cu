@@ -11,8 +11,8 @@
 //
 // Scheduling, splits and merging are those of paged_mla_decode.cu.
 //
-// Build: -DLATENT=512|256 -DKV_E4M3=0|1 -DROWS=16 -DTILE_TOKENS=64 -DBOX_COLUMNS=64|128 -DSTAGES=n
-//        -DKERNEL_NAME=symbol
+// Build: -DLATENT=512|256|128 -DROPE=64|32|0 -DKV_E4M3=0|1 -DROWS=16 -DTILE_TOKENS=64 -DBOX_COLUMNS=64|128
+//        -DSTAGES=n -DKERNEL_NAME=symbol
 
 #include "few_rows/producer.cuh"
 #include "few_rows/page_tiles.cuh"

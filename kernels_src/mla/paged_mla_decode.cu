@@ -1,7 +1,7 @@
-// Paged MLA (multi-head latent attention) decode: queries of LATENT + 64 columns, keys of as many columns in a paged
+// Paged MLA (multi-head latent attention) decode: queries of LATENT + ROPE columns, keys of as many columns in a paged
 // latent cache, values are the first LATENT columns of the keys. bf16 in, fp32 accumulation.
 //
-//   page table --> TMA --> 2 stages of 64 keys, each LATENT / 64 + 1 boxes of 64 columns
+//   page table --> TMA --> 2 stages of 64 keys, each a box for 64 columns
 //   queries    -->         64 rows (tokens x heads), once per work tile
 //   by 4 producer warps
 //
@@ -28,7 +28,8 @@
 // range. Partials are merged from the last split to the first, once a CTA has computed its work tiles, by all CTAs that
 // have splits of the output tile and are at that point. No CTA needs another one to run.
 //
-// Build: -DLATENT=512|256 -DKV_E4M3=0 -DROWS=64 -DTILE_TOKENS=64 -DBOX_COLUMNS=64 -DKERNEL_NAME=symbol
+// Build: -DLATENT=512|256|128 -DROPE=64|32|0 -DKV_E4M3=0 -DROWS=64 -DTILE_TOKENS=64 -DBOX_COLUMNS=64
+//        -DKERNEL_NAME=symbol
 
 #include "bf16/producer.cuh"
 #include "bf16/epilogue.cuh"
@@ -46,15 +47,23 @@ using Output = float[HALF_COLUMNS / 2];
 // free.
 template <int B>
 DEVICE constexpr int box_of(int i) {
-    if (i == 0) return ROPE_BOX;
-    return quarter_of(B, (i - 1) / QUARTER_BOXES) * QUARTER_BOXES + (i - 1) % QUARTER_BOXES;
+    if (i < ROPE_BOXES) return ROPE_BOX;
+    const int other = i - ROPE_BOXES;
+    return quarter_of(B, other / QUARTER_BOXES) * QUARTER_BOXES + other % QUARTER_BOXES;
+}
+
+// Products of 16 columns in a box.
+DEVICE constexpr int steps_of(int box) {
+    constexpr int MOST = BOX_COLUMNS / 16;
+    const int left = (COLUMNS - box * BOX_COLUMNS) / 16;
+    return left < 0 ? 0 : (left < MOST ? left : MOST);
 }
 
 using RopeQueries = uint32_t[BOX_COLUMNS / 16][4];
 
 DEVICE void load_rope_queries(SharedStorage& shared, RopeQueries& q) {
 #pragma unroll
-    for (int step = 0; step < BOX_COLUMNS / 16; ++step)
+    for (int step = 0; step < steps_of(ROPE_BOX); ++step)
         ldmatrix_x4(q[step], fragment_address(shared_address(shared.q[ROPE_BOX]), step));
 }
 
@@ -70,6 +79,7 @@ DEVICE void multiply_keys(SharedStorage& shared, const RopeQueries& rope, uint32
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < BOX_COLUMNS / 16; ++step) {
+            if (step >= steps_of(box)) break;
             const uint32_t offset = box * BOX_BYTES + step * 32;
             if (box == ROPE_BOX && i + step > 0)
                 wgmma<false, false>(s, rope[step], advance_descriptor(k, offset));
@@ -251,7 +261,7 @@ DEVICE void compute_even_tiles(SharedStorage& shared, const WorkTile& work, cons
         full ^= 1;
         wgmma_wait<0>();
         fence_registers(s);
-        release(shared, 0, QUARTERS);
+        if (ROPE_BOXES > 0) release(shared, 0, QUARTERS);
         mask_scores(work, tile, rows, scale_log2 < 0.f, s);
         raise_maxima<0>(shared, row, s, scale, rows, factor);
         float sum[4] = {};
@@ -298,7 +308,7 @@ DEVICE void compute_odd_tiles(SharedStorage& shared, const WorkTile& work, const
         wgmma_commit();
         wgmma_wait<1>();
         fence_registers(s);
-        release(shared, 1, QUARTERS);
+        if (ROPE_BOXES > 0) release(shared, 1, QUARTERS);
         mask_scores(work, tile + 1, rows, scale_log2 < 0.f, s);
         raise_maxima<1>(shared, row, s, scale, rows, factor);
         float sum[4] = {};

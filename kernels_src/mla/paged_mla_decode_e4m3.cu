@@ -1,6 +1,6 @@
 // Paged MLA decode with an e4m3 cache and queries of e4m3 or bf16; shapes and scheduling as in paged_mla_decode.cu.
 //
-//   producer warp           page table --> TMA --> pipeline of e4m3 tiles of 64 keys, LATENT / 64 + 1 boxes
+//   producer warp           page table --> TMA --> pipeline of e4m3 tiles of 64 keys, a box for 64 columns
 //   two PV warpgroups       O^T += V^T P^T, fp16 by fp16, half of the columns each: V^T goes from the tile to
 //                           registers, transposed by ldmatrix, and is converted there
 // With e4m3 queries:
@@ -15,8 +15,8 @@
 // With e4m3 queries it therefore compares maxima only when one must be raised; with bf16 queries, whose products take
 // twice the time, it computes nothing but products.
 //
-// Build: -DLATENT=512|256 -DKV_E4M3=1 -DQ_E4M3=0|1 -DROWS=64 -DTILE_TOKENS=64 -DBOX_COLUMNS=64
-//        -DKERNEL_NAME=symbol
+// Build: -DLATENT=512|256|128 -DROPE=64|32|0 -DKV_E4M3=1 -DQ_E4M3=0|1 -DROWS=64 -DTILE_TOKENS=64
+//        -DBOX_COLUMNS=64 -DKERNEL_NAME=symbol
 
 #include "pages.cuh"
 #if Q_E4M3

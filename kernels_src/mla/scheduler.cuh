@@ -16,24 +16,27 @@ namespace paged_mla_decode {
 using stream_k::Request;
 using stream_k::SplitSet;
 
-// Build: -DROWS=n query rows (tokens x heads) of a CTA, -DTILE_TOKENS=n keys of a KV tile.
-#if SPARSE
-// -DROPE=n columns of a key behind the latent ones, -DSPLIT_TILES=n tiles of a split under batch invariance
-using Params = SparseMlaDecodeParams;
+// Build: -DROWS=n query rows (tokens x heads) of a CTA, -DTILE_TOKENS=n keys of a KV tile, -DLATENT=n columns of a value,
+// -DROPE=n columns of a key behind them.
 constexpr int COLUMNS = LATENT + ROPE;  // of a key
+// Of the output, as consumers share them out. Those behind the latent ones have no values and are not stored.
+constexpr int OUTPUT_COLUMNS = LATENT < 256 ? 256 : LATENT;
+constexpr bool PADDED = OUTPUT_COLUMNS > LATENT;
+#if SPARSE
+// -DSPLIT_TILES=n tiles of a split under batch invariance
+using Params = SparseMlaDecodeParams;
 constexpr bool SCALED = KV_E4M3;  // rows of the cache have a scale for each 128 columns
 constexpr int SCALE_BLOCKS = SCALED ? LATENT / 128 : 0;
 #else
 // -DBOX_COLUMNS=n columns of a TMA box, -DL2_POLICY=word and -DGROUP_L2_POLICY=word (an L2Policy)
 using Params = PagedMlaDecodeParams;
 using stream_k::report_invalid_lengths;
-constexpr int COLUMNS = LATENT + MLA_ROPE_COLUMNS;  // of a key
 constexpr bool SCALED = false;
 constexpr int SPLIT_TILES = MLA_SPLIT_TILES;
 static_assert(TILE_TOKENS % MLA_MIN_PAGE_TOKENS == 0, "chunks of a tile are whole pages or parts of one");
 constexpr int ROW_BYTES_LOG2 = (BOX_COLUMNS == 128 ? 7 : 6) + !KV_E4M3;  // of a token in a box
 #endif
-constexpr int CONSUMERS = ROWS == 64 ? 256 : LATENT / 2;  // threads that hold the output
+constexpr int CONSUMERS = ROWS == 64 ? 256 : OUTPUT_COLUMNS / 2;  // threads that hold the output
 
 // Shared memory of each consumer warp for the merge, reused once all KV tiles are processed: the weight of each of 16
 // rows for each split of an output tile.

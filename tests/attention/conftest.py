@@ -17,6 +17,7 @@ from tests.attention.stub_release import build_stub_release
 from tests.kernels.context_examples import KERNELS as CONTEXT_KERNELS
 from tests.kernels.decode_kernels import HOPPER
 from tests.kernels.mla_examples import KERNELS as MLA_KERNELS
+from tests.kernels.mla_examples import OTHER_COLUMNS as OTHER_MLA_KERNELS
 from tests.kernels.mla_examples import PORTABLE as PORTABLE_MLA_KERNELS
 
 
@@ -31,7 +32,7 @@ def described(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A tree that says to have sm_90a kernels for all dtypes and head dimensions, and its pin file."""
     return describe_release(
         tmp_path_factory.mktemp("described"),
-        (*HOPPER, *MLA_KERNELS, *PORTABLE_MLA_KERNELS, *E4M3_KERNELS, *CONTEXT_KERNELS),
+        (*HOPPER, *MLA_KERNELS, *OTHER_MLA_KERNELS, *PORTABLE_MLA_KERNELS, *E4M3_KERNELS, *CONTEXT_KERNELS),
     )
 
 

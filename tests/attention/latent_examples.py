@@ -32,6 +32,7 @@ def latent_call(
     *tokens: int,
     heads: int = HEADS,
     latent: int = 512,
+    rope: int = 64,
     dtypes: tuple[str, str, str] = ("bfloat16", "bfloat16", "bfloat16"),
     **more: Any,
 ) -> dict[str, Any]:
@@ -39,8 +40,8 @@ def latent_call(
     lead = tokens or (BATCH,)
     kv, q, out = dtypes
     given = {
-        "q": view(q, *lead, heads, latent + 64, pointer=0x7F0000100000),
-        "kv_cache": view(kv, PAGES, PAGE, latent + 64, pointer=0x7F0010000000),
+        "q": view(q, *lead, heads, latent + rope, pointer=0x7F0000100000),
+        "kv_cache": view(kv, PAGES, PAGE, latent + rope, pointer=0x7F0010000000),
         "page_table": view("int32", BATCH, COLUMNS, pointer=0x7F0000002000),
         "seq_lens": view("int32", BATCH, pointer=0x7F0000003000),
         "out": view(out, *lead, heads, latent, pointer=0x7F0000400000),

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from cubin_runtime.kernels.native.layouts import LAYOUTS
+from cubin_runtime.kernels.native.mla.select import COLUMNS
 from kernels_src.build import build
 from kernels_src.kernel_cache import kernel_cache
 from kernels_src.toolchain import find_toolchain
@@ -26,11 +27,12 @@ extern "C" __global__ void __launch_bounds__(160) KERNEL_NAME(const __grid_const
 MLA_SOURCE = SOURCE.replace("PagedDecodeTmaParams", "PagedMlaDecodeParams").replace("102400", "99328")
 
 
-def mla_stub_variant(dtype: str, q_dtype: str, latent: int, sm: str = "90a") -> Variant:
+def mla_stub_variant(dtype: str, q_dtype: str, columns: tuple[int, int], sm: str = "90a") -> Variant:
     """An MLA kernel with the traits of a real one."""
+    latent, rope = columns
     return Variant(
         source="mla/stub.cu",
-        symbol=f"stub_paged_mla_decode_{dtype}_q_{q_dtype}_latent{latent}",
+        symbol=f"stub_paged_mla_decode_{dtype}_q_{q_dtype}_latent{latent}{'' if rope == 64 else f'_rope{rope}'}",
         sm=sm,
         operation="paged_mla_decode",
         struct="PagedMlaDecodeParams",
@@ -38,7 +40,7 @@ def mla_stub_variant(dtype: str, q_dtype: str, latent: int, sm: str = "90a") -> 
             "dtype": dtype,
             "q_dtypes": q_dtype,
             "latent": latent,
-            "rope": 64,
+            "rope": rope,
             "rows": 64,
             "tile_tokens": 64,
             "box_columns": 64,
@@ -118,8 +120,8 @@ def build_stub_release(folder: Path) -> tuple[Path, Path]:
     variants += [replace(v, source="mla/sparse_stub.cu") for v in VARIANTS if v.operation == "sparse_mla_decode"]
     (sources / "mla/sparse_stub.cu").write_text(SPARSE_MLA_SOURCE)
     types = (("bf16", "bf16"), ("e4m3", "bf16"), ("e4m3", "e4m3"))
-    variants += [mla_stub_variant(*own, latent) for own in types for latent in (512, 256)]
-    variants += [mla_stub_variant("e4m3", "e4m3", latent, "120") for latent in (512, 256)]
+    variants += [mla_stub_variant(*own, columns) for own in types for columns in COLUMNS]
+    variants += [mla_stub_variant("e4m3", "e4m3", (latent, 64), "120") for latent in (512, 256)]
     switches = (False, True)
     variants += [context_stub_variant("bf16", 128, cap, segments) for cap in switches for segments in switches]
     variants += [context_stub_variant("bf16", 192, False)]

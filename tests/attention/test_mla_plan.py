@@ -67,6 +67,22 @@ def test_dtypes_and_widths_reach_kernel_and_parameters(
     assert given["softmax_scale_log2"] == pytest.approx(0.5 * LOG2_E)
 
 
+@pytest.mark.parametrize(("latent", "rope"), [(512, 0), (256, 32), (128, 32)])
+@pytest.mark.parametrize("heads", [16, 128])
+def test_rows_without_rope_columns_and_narrow_ones(planner: Runtime, latent: int, rope: int, heads: int) -> None:
+    plan = make_plan(planner, latent_call(heads=heads, latent=latent, rope=rope), device_facts=H200)
+    traits, given = plan.selections[0].kernel.traits, plan.launch_plans()[0].values
+    assert (traits["latent"], traits["rope"]) == (latent, rope)
+    # A box may be wider than what is left of a row: TMA fills it with zeros.
+    assert (given["kv_map"].dims[0], given["kv_map"].box[0]) == (latent + rope, 64)
+    assert (given["q_head_stride"], given["out_head_stride"]) == (latent + rope, latent)
+
+
+def test_the_output_has_the_latent_columns(planner: Runtime) -> None:
+    with pytest.raises(UsageError, match=r"out: shape .*expected \(4, 16, 256\)"):
+        make_plan(planner, latent_call(latent=256, rope=32, out=view("bfloat16", 4, HEADS, 288)), device_facts=H200)
+
+
 def test_one_token_a_request(planner: Runtime) -> None:
     given = values(planner)
     sizes = ("batch", "tokens", "q_len", "heads", "page_size_log2", "num_pages", "max_seq_len")
@@ -146,7 +162,7 @@ def test_the_plan_describes_every_field_with_its_meaning(planner: Runtime) -> No
             "q: dtype float8_e4m3fn, expected bfloat16 with bfloat16 caches",
         ),
         (latent_call(dtypes=(BF16, BF16, "float32")), {}, "out: dtype float32"),
-        (latent_call(latent=128), {}, "latent is 512"),
+        (latent_call(latent=128), {}, "kv_cache: rows of 192 columns, expected one of 576, 320, 512, 288 or 160"),
         (latent_call(kv_cache=view("bfloat16", PAGES, PAGE, 64)), {}, "kv_cache: rows of 64 columns"),
         (latent_call(kv_cache=view("bfloat16", PAGES, PAGE, 320)), {}, "q: 576 columns per head, expected 320"),
         (latent_call(kv_cache=view("bfloat16", PAGES, 16, 576)), {}, "kv_cache: page size 16, expected one of 32"),

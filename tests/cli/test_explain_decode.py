@@ -198,7 +198,7 @@ def test_a_count_of_tokens_means_ragged_requests(capsys: pytest.CaptureFixture[s
         (["--top-k", "8"], "--top-k: not an option of --backend native, only of trtllm-gen"),
         (
             ["--sm", "90", "--op", "ragged"],
-            "--op 'ragged': the native backend has append, context, decode, draft_mask, merge, sparse_mla",
+            "--op 'ragged': the native backend has append, context, decode, draft_mask, merge, mla, sparse_mla",
         ),
         (["--sm", "90", "--q-len", "65"], "--q-len 65: expected 1 to 64"),
         (["--sm", "90", "--batch", "0"], "--batch 0: expected 1 to"),

@@ -94,6 +94,6 @@ def test_an_operation_that_no_family_has_is_refused_with_those_that_there_are(
 ) -> None:
     assert cli.main([*arguments, "--op", "ragged"]) == 2
     assert (
-        "--op 'ragged': the native backend has append, context, decode, draft_mask, merge, sparse_mla"
+        "--op 'ragged': the native backend has append, context, decode, draft_mask, merge, mla, sparse_mla"
         in capsys.readouterr().err
     )

@@ -12,7 +12,7 @@ import pytest
 from cubin_runtime import cli
 from tests.cli.native_release import explain_arguments, record, run
 from tests.kernels.decode_kernels import HOPPER
-from tests.kernels.mla_examples import KERNELS, PORTABLE
+from tests.kernels.mla_examples import KERNELS, OTHER_COLUMNS, PORTABLE
 
 
 @pytest.fixture
@@ -68,6 +68,23 @@ def test_json_tells_the_launch_its_candidates_and_the_shape(
     assert (launch["candidates"][0]["fits"], launch["candidates"][0]["row_tiles"]) == (True, 4)
     assert (told["shape"]["heads"], told["shape"]["q_len"], told["shape"]["rope"]) == (128, 2, 64)
     assert told["device"]["capability"] == [9, 0]
+
+
+@pytest.mark.parametrize(("columns", "latent", "rope"), [(512, 512, 0), (288, 256, 32), (160, 128, 32), (576, 512, 64)])
+def test_mla_by_its_name_takes_rows_of_every_width(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, columns: int, latent: int, rope: int
+) -> None:
+    own = [*explain_arguments(tmp_path, (*HOPPER, *KERNELS, *OTHER_COLUMNS)), "--backend", "native"]
+    told = record(capsys, *own, "--op", "mla", "--head-dim", columns, "--heads-q", 64)
+    assert (told["operator"], told["shape"]["latent"], told["shape"]["rope"]) == ("mla_decode", latent, rope)
+
+
+def test_keys_of_512_columns_are_no_latent_cache_unless_that_is_said(
+    capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    assert cli.main([str(one) for one in (*arguments, "--op", "mla", "--head-dim", 96)]) == 2
+    assert "--head-dim 96: expected one of 576, 320, 512, 288 or 160" in capsys.readouterr().err
+    assert record(capsys, *arguments, "--head-dim", 512, "--heads-kv", 1)["operator"] == "paged_decode"
 
 
 @pytest.mark.parametrize("beside", [[], ["--head-dim-v", 256], ["--heads-kv", 1]])

@@ -80,6 +80,14 @@ def test_infinite_sinks_become_large_ones(monkeypatch: pytest.MonkeyPatch) -> No
     assert torch.equal(seen[0][1:], sinks[1:])
 
 
+def test_rows_without_rope_columns_are_taken(standin: StandIn) -> None:
+    q, rows = torch.zeros(BATCH, 1, HEADS, 512, dtype=BF16), torch.zeros(10, 64, 1, 512, dtype=BF16)
+    out, _ = flash_mla.flash_mla_with_kvcache(**dense(q=q, k_cache=rows))
+    seen = sent(standin, PAGED_MLA_DECODE)
+    assert (seen["q_head_stride"], seen["softmax_scale_log2"]) == (512, pytest.approx(512**-0.5 / math.log(2)))
+    assert tuple(out.shape) == (BATCH, 1, HEADS, 512)
+
+
 def test_bf16_rows_are_taken_with_lists(standin: StandIn) -> None:
     rows = torch.zeros(10, 64, 1, 576, dtype=BF16)
     flash_mla.flash_mla_with_kvcache(**call(k_cache=rows, is_fp8_kvcache=False, softmax_scale=0.3))

@@ -164,6 +164,16 @@ def test_caches_of_every_form(
     assert int(standin.calls("cuTensorMapEncodeTiled")[-1].seen["address"], 0) == cache.pointer
 
 
+@pytest.mark.parametrize(("latent", "rope"), [(512, 0), (256, 32), (128, 32)])
+def test_rows_without_rope_columns_and_narrow_ones(
+    decode: Callable[..., dict[str, Any]], memory: MadeUpMemory, latent: int, rope: int
+) -> None:
+    width = latent + rope
+    query, cache = memory.tensor("bfloat16", 4, 1, HEADS, width), memory.tensor("bfloat16", PAGES, PAGE, width)
+    seen = decode(query=query, kv_cache=cache, kv_lora_rank=latent, qk_rope_head_dim=rope)
+    assert (seen["q_head_stride"], seen["out_head_stride"]) == (width, latent)
+
+
 def test_a_table_of_any_width_is_taken(decode: Callable[..., dict[str, Any]], memory: MadeUpMemory) -> None:
     assert decode(block_tables=memory.tensor("int32", 4, 3))["max_seq_len"] == 3 * PAGE
 
@@ -373,6 +383,18 @@ def test_the_lowest_operator_takes_every_form_of_its_cache(
     values = replace(keys, shape=(*shape, LATENT))
     flashinfer.xqa_mla(**xqa_mla_arguments(memory, k_cache=keys, v_cache=values))
     assert (sent(standin)["num_pages"], sent(standin)["page_size_log2"]) == (PAGES, 6)
+
+
+@pytest.mark.parametrize(("latent", "rope"), [(512, 0), (256, 32), (128, 32)])
+@pytest.mark.parametrize("whole", [False, True])
+def test_the_lowest_operator_takes_rows_of_every_width(
+    standin: StandIn, memory: MadeUpMemory, latent: int, rope: int, whole: bool
+) -> None:
+    keys = memory.tensor("bfloat16", PAGES, PAGE, latent + rope)
+    values = keys if whole else replace(keys, shape=(PAGES, PAGE, latent))
+    q, output = (memory.tensor("bfloat16", 4, 1, HEADS, columns) for columns in (latent + rope, latent))
+    flashinfer.xqa_mla(**xqa_mla_arguments(memory, q=q, k_cache=keys, v_cache=values, output=output))
+    assert (sent(standin)["q_head_stride"], sent(standin)["out_head_stride"]) == (latent + rope, latent)
 
 
 LOWEST: list[tuple[dict[str, Any], str]] = [

@@ -121,6 +121,10 @@ RAGGED_DECODE: list[tuple[dict[str, Any], str]] = [
     ({"cum_seq_lens_q": tensor("int32", 5, values=(0, 3, 4, 5, 6))}, "ends with 6, expected 7"),
 ]
 MLA: list[tuple[dict[str, Any], str]] = [
+    (
+        {"kv_lora_rank": 256, "qk_rope_head_dim": 32},
+        r"qk_rope_head_dim=32: expected \(512, 64\) or \(256, 64\) on backend trtllm-gen$",
+    ),
     ({"kv_lora_rank": 128}, r"kv_lora_rank=128, qk_rope_head_dim=64: expected \(512, 64\)"),
     ({"qk_rope_head_dim": 0}, "qk_rope_head_dim=0"),
     ({"qk_nope_head_dim": 0}, "qk_nope_head_dim=0"),

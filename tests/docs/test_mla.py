@@ -6,12 +6,13 @@ from itertools import product
 from pathlib import Path
 
 from cubin_runtime.attention.backends import NATIVE, TABLE
-from cubin_runtime.attention.latent_cache import ROPE
-from cubin_runtime.kernels.native.mla.select import MAX_HEADS, MAX_QUERIES, PAGE_SIZES
+from cubin_runtime.attention.checks import listed
+from cubin_runtime.kernels.native.mla.select import COLUMNS, MAX_HEADS, MAX_QUERIES, PAGE_SIZES
 from kernels_src.variants import VARIANTS
 
 DOCS = Path(__file__).parents[2] / "docs"
 TEXT, KERNEL_TEXT = (" ".join((DOCS / name).read_text().split()) for name in ("mla.md", "mla_kernels.md"))
+WIDTHS = listed([f"{latent} + {rope}" if rope else str(latent) for latent, rope in COLUMNS])
 ALL = [variant for variant in VARIANTS if variant.operation == "paged_mla_decode"]
 KERNELS = [variant for variant in ALL if variant.sm == "90a"]
 PORTABLE = [variant for variant in ALL if variant.sm != "90a"]
@@ -22,23 +23,25 @@ def test_it_counts_the_kernels() -> None:
         64: (("bf16", "bf16"), ("e4m3", "bf16"), ("e4m3", "e4m3")),
         16: (("bf16", "bf16"), ("e4m3", "bf16,e4m3")),
     }
-    found = {tuple(kernel.traits[name] for name in ("rows", "dtype", "q_dtypes", "latent")) for kernel in KERNELS}
-    assert found == {(rows, *own, latent) for rows in types for own in types[rows] for latent in (512, 256)}
-    assert len(KERNELS) == 10
-    assert "Ten cubins for SM90a: with row tiles of 64 for bf16" in KERNEL_TEXT
+    names = ("rows", "dtype", "q_dtypes", "latent", "rope")
+    found = {tuple(kernel.traits[name] for name in names) for kernel in KERNELS}
+    assert found == {(rows, *own, *columns) for rows in types for own in types[rows] for columns in COLUMNS}
+    assert f"{len(KERNELS)} cubins for SM90a: with row tiles of 64 for bf16" in KERNEL_TEXT
+    assert f"each for rows of {WIDTHS.replace(' or ', ' and ')} columns" in KERNEL_TEXT
 
 
 def test_it_says_what_the_portable_kernels_are() -> None:
     found = {tuple(kernel.traits[name] for name in ("rows", "dtype", "q_dtypes", "tile_tokens")) for kernel in PORTABLE}
     assert found == {(64, "e4m3", "e4m3", 32)}
-    assert {(kernel.sm, kernel.traits["latent"]) for kernel in PORTABLE} == set(product(("90", "120"), (512, 256)))
+    widths = {(kernel.sm, (kernel.traits["latent"], kernel.traits["rope"])) for kernel in PORTABLE}
+    assert widths == set(product(("90", "120"), COLUMNS))
     assert "take queries and caches of e4m3. 8 warps compute row tiles of 64 on KV tiles of 32 keys" in KERNEL_TEXT
     stages = {kernel.traits["latent"]: kernel.defines["STAGES"] for kernel in PORTABLE}
-    assert f"in {stages[512]} or {stages[256]} pipeline stages" in KERNEL_TEXT
+    assert f"in {stages[512]}, {stages[256]} or {stages[128]} pipeline stages" in KERNEL_TEXT
 
 
 def test_it_names_the_bounds_of_a_call() -> None:
-    assert f"512 + {ROPE} or 256 + {ROPE} columns" in TEXT
+    assert f"{WIDTHS} columns" in TEXT
     assert f"pages of {PAGE_SIZES[0]}, {PAGE_SIZES[1]} or {PAGE_SIZES[2]} tokens" in TEXT
     assert f"1 to {MAX_HEADS} heads" in TEXT
     assert f"up to {MAX_QUERIES} draft tokens" in TEXT

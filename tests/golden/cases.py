@@ -341,7 +341,7 @@ MLA_OPTIONS: dict[str, Sequence[Any]] = {
     "types": (("bfloat16", "bfloat16"), (FP8, "bfloat16"), (FP8, FP8)),
     "out": ("made", "bfloat16", "float16", FP8),
     "softmax": (0.0722, 0.31, *SCALES[2:]),
-    "latent": (512, 512, 256),
+    "columns": ((512, 64), (512, 64), (256, 64)),
     "heads": (1, 2, 3, 8, 16, 17, 32, 64, 96, 128),
     "page": (32, 64, 128),
     "cache": ("rank 3", "rank 4", "padded", "odd strides of 1"),
@@ -349,13 +349,18 @@ MLA_OPTIONS: dict[str, Sequence[Any]] = {
 }
 # The kernels for SM120 and SM121, which take e4m3 alone, by name only.
 OTHER_MLA_OPTIONS = {**MLA_OPTIONS, "on": ("RTX", "GB10"), "types": ((FP8, FP8),), "backend": ("hopper",)}
+# Rows without rope columns, and narrow ones.
+_OTHER_COLUMNS = ((512, 0), (256, 32), (128, 32))
+MLA_COLUMN_OPTIONS = {**MLA_OPTIONS, "columns": _OTHER_COLUMNS, "backend": ("auto", "native")}
+OTHER_MLA_COLUMN_OPTIONS = {**OTHER_MLA_OPTIONS, "columns": _OTHER_COLUMNS, "backend": ("native",)}
 
 
 def mla(draw: Draw) -> dict[str, Any]:
     """A call of ``mla_decode``, or of the function that plans it."""
     kv, q = draw["types"]
     lead, ragged, q_len = _lead(draw)
-    heads, width, pages, page = draw["heads"], draw["latent"] + 64, draw["pages"], draw["page"]
+    (latent, rope), heads, pages, page = draw["columns"], draw["heads"], draw["pages"], draw["page"]
+    width = latent + rope
     shape = (pages, 1, page, width) if draw["cache"] == "rank 4" else (pages, page, width)
     cache = tensor("k", kv, *shape, pad=64 if draw["cache"] == "padded" else 0)
     if draw["cache"] == "odd strides of 1" and pages == 1:
@@ -366,7 +371,7 @@ def mla(draw: Draw) -> dict[str, Any]:
         "kv_cache": cache,
         "page_table": _table(draw, draw["batch"], columns),
         "seq_lens": tensor("seq_lens", draw["lengths"], draw["batch"]),
-        "out": _out(draw, lead, heads, draw["latent"]),
+        "out": _out(draw, lead, heads, latent),
         "max_seq_len": bound,
         "softmax_scale": scale("softmax_scale", draw["softmax"]),
         "output_scale": scale("output_scale", draw["output"]),

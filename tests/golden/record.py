@@ -65,6 +65,8 @@ FAMILIES = {
     "xqa mla elsewhere": Family(60, flashinfer.OTHER_XQA_MLA_OPTIONS, flashinfer.xqa_mla),
     "sparse mla": Family(120, lists.OPTIONS, lists.sparse_mla),
     "e4m3 context attention": Family(160, prefill.E4M3_OPTIONS, prefill.context_attention),
+    "mla columns": Family(160, cases.MLA_COLUMN_OPTIONS, cases.mla),
+    "mla columns elsewhere": Family(60, cases.OTHER_MLA_COLUMN_OPTIONS, cases.mla),
 }
 
 

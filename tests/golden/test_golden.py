@@ -36,6 +36,8 @@ FAMILIES = (
     "context attention",
     "invariant context attention",
     "e4m3 context attention",
+    "mla columns",
+    "mla columns elsewhere",
     "mla elsewhere",
     "xqa mla elsewhere",
     "sparse mla",
@@ -46,7 +48,7 @@ _READ_POLICIES = ("evict_first", "evict_unchanged")
 NEVER_LAUNCHED = {
     "fmha_paged_decode_bf16_d64_rows16_sm90a",
     *(f"measure_{way}_{policy}_sm90a" for way in ("streaming_read", "bulk_read") for policy in _READ_POLICIES),
-    *(f"portable_mla_decode_e4m3_latent{latent}_sm90" for latent in (256, 512)),
+    *(v.name for v in VARIANTS if v.source == "mla/portable_mla_decode.cu" and v.sm == "90"),
     *(f"pack_draft_mask_sm{sm}" for sm in ("80", "86", "89", "90a", "100", "120")),
     "trtllm_gen_lse_from_statistics_sm90a",
     "trtllm_gen_kv_reduction_bf16_to_bf16_sm90a",

@@ -13,7 +13,7 @@ from tests.gpu.decode_masks import mask_words, visible_keys
 from tests.gpu.decode_queries import Queries
 from tests.gpu.decode_values import KINDS, normal_bits, values_of
 
-ROPE = 64
+GAP = 64  # columns between rows of the cache where they are strided
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,7 @@ class MlaCase(Queries):
     max_seq_len: int
     heads: int = 16
     latent: int = 512
+    rope: int = 64
     page_size: int = 64
     kv_dtype: str = "bf16"
     q_dtype: str = "bf16"
@@ -55,7 +56,7 @@ class MlaCase(Queries):
 
     @property
     def width(self) -> int:
-        return self.latent + ROPE
+        return self.latent + self.rope
 
     @property
     def q_heads(self) -> int:
@@ -148,7 +149,7 @@ def assemble_mla(
     used = [-(-len(request.kv) // case.page_size) for request in distinct]
     pages = max(1, sum(used) + case.spare_pages if pages is None else pages)
     kind = KINDS[case.kv_dtype]
-    pool = np.full((pages, case.page_size, case.width + ROPE * case.strided), kind.nan, kind.bits)
+    pool = np.full((pages, case.page_size, case.width + GAP * case.strided), kind.nan, kind.bits)
     columns = max(1, -(-case.max_seq_len // case.page_size)) + case.spare_columns
     table = np.full((len(requests), columns), -1, dtype=np.int32)
     order, taken = rng.permutation(pages).astype(np.int32), 0

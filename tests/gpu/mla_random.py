@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from cubin_runtime.kernels.native.mla.select import COLUMNS
 from tests.gpu.decode_cases import edge_lengths
 from tests.gpu.decode_masks import MASKS
 from tests.gpu.mla_cases import MlaCase
@@ -16,7 +17,6 @@ HEADS = (1, 5, 8, 16, 32, 64, 128)
 # Heads and query tokens of requests of few rows, which have kernels of their own.
 FEW_ROWS = ((1, 1), (8, 1), (16, 1), (5, 3), (2, 8), (1, 16), (16, 2))
 PAGE_SIZES = (32, 64, 128)
-LATENTS = (512, 256)
 OUT_DTYPES = ("bf16", "fp16", "e4m3")
 SPANS = (1, 17, 64, 130, 300, 600, 3500)
 SPAN_ODDS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.2, 0.05)
@@ -31,7 +31,6 @@ def random_mla_case(rng: np.random.Generator, types: Mapping[str, Sequence[str]]
     """
     draw: dict[str, Any] = {
         "kv_dtype": _one(rng, sorted(types)),
-        "latent": _one(rng, LATENTS),
         "heads": _one(rng, HEADS) if rng.random() < 0.7 else int(rng.integers(1, 129)),
         "page_size": _one(rng, PAGE_SIZES),
         "out_dtype": _one(rng, OUT_DTYPES),
@@ -53,6 +52,7 @@ def random_mla_case(rng: np.random.Generator, types: Mapping[str, Sequence[str]]
     }
     if rng.random() < 0.3:
         draw["heads"], draw["q_len"] = _one(rng, FEW_ROWS)
+    draw["latent"], draw["rope"] = _one(rng, COLUMNS)
     draw |= fixed
     draw["q_dtype"] = fixed.get("q_dtype") or _one(rng, types[draw["kv_dtype"]])
     draw["portable"] = fixed.get("portable", draw["q_dtype"] == "e4m3" and _flag(rng))

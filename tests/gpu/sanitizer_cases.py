@@ -40,8 +40,8 @@ from tests.gpu.sanitizer_copying import copying_all
 from tests.gpu.sanitizer_sparse_mla import sparse_mla_all
 
 BUILT = Path(__file__).resolve().parents[2] / "build" / "artifacts"
-MOST_CASES = 150
-MLA_CASES = 24
+MOST_CASES = 186
+MLA_CASES = 60
 MOST_TRIES = 60  # to find cases that take a kernel
 LSES = ((3, 5), (33, 64))
 # Tiles shared by CTAs with a ragged end, empty requests, fewer keys than queries, a length of one.
@@ -151,6 +151,7 @@ def _mla_takes(kernel: NativeKernel, case: MlaCase, kernels: list[NativeKernel],
         case.latent,
         case.heads,
         len(case.lengths),
+        rope=case.rope,
         q_dtype=case.q_dtype,
         q_len=case.q_bound,
         ragged=case.q_lens is not None,
@@ -171,6 +172,7 @@ def _mla_spread(kernel: NativeKernel, index: int) -> MlaCase:
         rng,
         {str(traits["dtype"]): str(traits["q_dtypes"]).split(",")},
         latent=int(str(traits["latent"])),
+        rope=int(str(traits["rope"])),
         heads=heads,
         q_len=q_len,
         mask=MASKS[index % len(MASKS)],

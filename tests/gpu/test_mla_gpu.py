@@ -13,7 +13,7 @@ from tests.gpu.decode_values import bits_of, values_of
 from tests.gpu.device_checks import assert_reported
 from tests.gpu.mla_cases import MlaCase, assemble_mla, mla_host, mla_means, mla_means_of, mla_reference_of, mla_request
 from tests.gpu.mla_device import mla_on_device
-from tests.gpu.mla_random import HEADS, LATENTS, OUT_DTYPES, PAGE_SIZES
+from tests.gpu.mla_random import COLUMNS, HEADS, OUT_DTYPES, PAGE_SIZES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("mla_backend")]
 
@@ -28,6 +28,11 @@ TYPES = {
     "e4m3, portable": {"kv_dtype": "e4m3", "q_dtype": "e4m3", "portable": True},
 }
 MODES = {"default": {}, "invariant": {"batch_invariant": True}} | {n: TYPES[n] for n in ("e4m3", "e4m3, portable")}
+
+
+def columns_of(columns: tuple[int, int]) -> dict[str, int]:
+    """Latent and rope columns as fields of a case."""
+    return dict(zip(("latent", "rope"), columns, strict=True))
 
 
 def assert_case(runtime: Runtime, wanted: MlaCase, rng: np.random.Generator) -> None:
@@ -61,26 +66,26 @@ def test_edge_lengths_match_float64(runtime: Runtime, rng: np.random.Generator, 
 
 
 @pytest.mark.parametrize("types", list(TYPES))
-@pytest.mark.parametrize("latent", LATENTS)
+@pytest.mark.parametrize("columns", COLUMNS)
 @pytest.mark.parametrize("heads", [*HEADS, 2, 63, 65, 100, 127])
 def test_every_head_count_matches_float64(
-    runtime: Runtime, rng: np.random.Generator, heads: int, latent: int, types: str
+    runtime: Runtime, rng: np.random.Generator, heads: int, columns: tuple[int, int], types: str
 ) -> None:
-    wanted = replace(SMALL, heads=heads, latent=latent, **TYPES[types])
+    wanted = replace(SMALL, heads=heads, **columns_of(columns), **TYPES[types])
     assert_case(runtime, wanted, rng)
     assert_case(runtime, replace(wanted, q_len=3, sinks=True, mask="any"), rng)
 
 
 @pytest.mark.parametrize("types", list(TYPES))
-@pytest.mark.parametrize("latent", LATENTS)
+@pytest.mark.parametrize("columns", COLUMNS)
 @pytest.mark.parametrize(
     ("heads", "q_len"), [(1, 1), (7, 1), (8, 2), (9, 1), (15, 1), (16, 1), (3, 5), (1, 16), (17, 1), (16, 2), (11, 3)]
 )
 def test_few_rows_match_float64(
-    runtime: Runtime, rng: np.random.Generator, heads: int, q_len: int, latent: int, types: str
+    runtime: Runtime, rng: np.random.Generator, heads: int, q_len: int, columns: tuple[int, int], types: str
 ) -> None:
-    wanted = MlaCase((3000, 64, 0, 129, 1, 65), 4096, heads=heads, q_len=q_len, latent=latent, mask="tree")
-    wanted = replace(wanted, **TYPES[types])
+    wanted = MlaCase((3000, 64, 0, 129, 1, 65), 4096, heads=heads, q_len=q_len, mask="tree")
+    wanted = replace(wanted, **columns_of(columns), **TYPES[types])
     assert_case(runtime, wanted, rng)
     ragged = replace(wanted, q_lens=(q_len, 0, q_len, 1, q_len, q_len), max_q_len=q_len, page_size=32, sinks=True)
     assert_case(runtime, replace(ragged, scale=-0.3, out_dtype="fp16", strided=True, device_scales=True), rng)
@@ -138,6 +143,24 @@ def test_ragged_rows_see_what_their_mask_says(
         **TYPES[types],
     )
     assert_means(runtime, wanted, rng)
+
+
+@pytest.mark.parametrize("types", list(TYPES))
+@pytest.mark.parametrize("columns", [columns for columns in COLUMNS if columns[1] < 64])
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_other_columns_match_float64(
+    runtime: Runtime, rng: np.random.Generator, columns: tuple[int, int], types: str, batch_invariant: bool
+) -> None:
+    wanted = MlaCase(EDGES, 1024, batch_invariant=batch_invariant, **columns_of(columns), **TYPES[types])
+    for heads, q_len in ((16, 1), (128, 1), (5, 4), (64, 8)):
+        for page_size, out_dtype in ((32, "fp16"), (64, "bf16"), (128, "e4m3")):
+            one = replace(wanted, heads=heads, q_len=q_len, page_size=page_size, out_dtype=out_dtype, mask="tree")
+            assert_case(runtime, replace(one, strided=page_size == 32, sinks=page_size == 64), rng)
+    # Splits that CTAs merge, and more work tiles than CTAs.
+    assert_case(runtime, replace(wanted, lengths=(20_000, 7, 3000), max_seq_len=20_000, heads=128), rng)
+    assert_case(runtime, replace(wanted, lengths=(9000, 130), max_seq_len=9000, heads=16), rng)
+    many = tuple(int(n) for n in rng.integers(0, 200, size=300))
+    assert_case(runtime, replace(wanted, lengths=many, max_seq_len=200, heads=96), rng)
 
 
 @pytest.mark.parametrize("types", list(TYPES))

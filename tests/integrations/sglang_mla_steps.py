@@ -27,21 +27,21 @@ COLUMNS = MAX_LEN // PAGE
 FP8 = torch.float8_e4m3fn
 
 
-def pool_of(dtype: Any = BF16, latent: int = LATENT, page: int = PAGE) -> Any:
+def pool_of(dtype: Any = BF16, latent: int = LATENT, page: int = PAGE, rope: int = ROPE) -> Any:
     return MLATokenToKVPool(
         size=(REQUESTS + 1) * MAX_LEN,
         page_size=page,
         dtype=dtype,
         kv_lora_rank=latent,
-        qk_rope_head_dim=ROPE,
+        qk_rope_head_dim=rope,
         layer_num=2,
         device="cpu",
         enable_memory_saver=False,
     )
 
 
-def layer_of(latent: int = LATENT, **changed: Any) -> Any:
-    given = {"num_heads": HEADS, "head_dim": latent + ROPE, "scaling": 192**-0.5, "num_kv_heads": 1, "layer_id": 1}
+def layer_of(latent: int = LATENT, rope: int = ROPE, **changed: Any) -> Any:
+    given = {"num_heads": HEADS, "head_dim": latent + rope, "scaling": 192**-0.5, "num_kv_heads": 1, "layer_id": 1}
     return RadixAttention(**{**given, "v_head_dim": latent, **changed})
 
 

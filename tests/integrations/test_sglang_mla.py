@@ -214,10 +214,12 @@ def test_deterministic_inference(standin: StandIn, flags: SimpleNamespace) -> No
     assert last(standin)["splits"] > 0
 
 
-def test_the_smaller_latent(standin: StandIn) -> None:
-    layer = layer_of(256, num_heads=32)
+@pytest.mark.parametrize("rope", [64, 32])
+def test_the_smaller_latent(standin: StandIn, rope: int) -> None:
+    layer = layer_of(256, rope, num_heads=32)
     model = torch.nn.ModuleList([layer, prompt_layer(head_dim=128, num_heads=32, num_kv_heads=32)])
-    made, step = backend(token_to_kv_pool=pool_of(latent=256), model=model), batch(ForwardMode.DECODE, [1], [40])
+    made = backend(token_to_kv_pool=pool_of(latent=256, rope=rope), model=model)
+    step = batch(ForwardMode.DECODE, [1], [40])
     made.init_forward_metadata(step)
     assert forward(made, step, layer).shape == (1, 32 * 256)
     assert (last(standin)["heads"], 1 << last(standin)["page_size_log2"]) == (32, PAGE)

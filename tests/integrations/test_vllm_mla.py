@@ -47,7 +47,15 @@ def test_one_name_serves_models_with_mla_and_others(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("cache", ["auto", "bfloat16", "fp8", "fp8_e4m3"])
 @pytest.mark.parametrize(
-    "changed", [{}, {"kv_lora_rank": 256}, {"heads": 128}, {"heads": 8}, {"drafts": 7}, {"heads": 128, "drafts": 15}]
+    "changed",
+    [
+        {},
+        {"kv_lora_rank": 256},
+        {"heads": 128},
+        {"heads": 8},
+        {"drafts": 7},
+        {"heads": 128, "drafts": 15},
+    ],
 )
 def test_what_is_supported(monkeypatch: pytest.MonkeyPatch, cache: str, changed: dict[str, Any]) -> None:
     backend = use(monkeypatch, configuration(**changed))
@@ -61,6 +69,7 @@ def test_what_is_supported(monkeypatch: pytest.MonkeyPatch, cache: str, changed:
     "changed",
     [
         {"head_size": 512},
+        {"head_size": 288},
         {"dtype": torch.float16},
         {"kv_cache_dtype": "fp8_e5m2"},
         {"kv_cache_dtype": "fp8_ds_mla"},

@@ -50,7 +50,11 @@ class Engine:
 
 
 @pytest.mark.parametrize(
-    "changed", [{"cache_dtype": "fp8", "heads": 128}, {"kv_lora_rank": 256, "drafts": 7, "heads": 8}]
+    "changed",
+    [
+        {"cache_dtype": "fp8", "heads": 128},
+        {"kv_lora_rank": 256, "drafts": 7, "heads": 8},
+    ],
 )
 def test_steps_of_mixed_lengths_load_and_allocate_nothing(
     hopper: Runtime, standin: StandIn, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any]

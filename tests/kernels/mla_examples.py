@@ -7,8 +7,8 @@ from dataclasses import replace
 from cubin_runtime.artifacts.tables.native_kernels import BUILT_NOT_RUN, MEASURED, NativeKernel
 
 
-def kernel(latent: int = 512, rows: int = 64) -> NativeKernel:
-    name = f"mla_latent{latent}_rows{rows}"
+def kernel(latent: int = 512, rows: int = 64, rope: int = 64) -> NativeKernel:
+    name = f"mla_latent{latent}{'' if rope == 64 else f'_rope{rope}'}_rows{rows}"
     return NativeKernel(
         name=f"{name}_sm90a",
         symbol=name,
@@ -19,7 +19,7 @@ def kernel(latent: int = 512, rows: int = 64) -> NativeKernel:
         traits={
             "dtype": "bf16",
             "latent": latent,
-            "rope": 64,
+            "rope": rope,
             "rows": rows,
             "tile_tokens": 64,
             "box_columns": 64,
@@ -42,6 +42,8 @@ def kernel(latent: int = 512, rows: int = 64) -> NativeKernel:
 WIDE = tuple(kernel(latent) for latent in (512, 256))
 FEW = tuple(kernel(latent, 16) for latent in (512, 256))
 KERNELS = (*WIDE, *FEW)
+# For rows without rope columns, and narrow ones.
+OTHER_COLUMNS = tuple(kernel(*columns) for columns in ((512, 64, 0), (512, 16, 0), (256, 64, 32), (128, 64, 32)))
 
 
 def portable(latent: int, sm: str) -> NativeKernel:

@@ -22,6 +22,7 @@ from ...launch.semaphore_workspace import AnyWorkspace
 from ..attention_operator import SCALES, AttentionCall, AttentionOperator
 from ..backends import AUTO
 from ..call_sizes import CallSizes, Explained
+from ..checks import listed
 from ..decode_rules import (
     GLOBAL_LENS,
     DecodeOptions,
@@ -33,7 +34,7 @@ from ..decode_rules import (
     problem_values,
 )
 from ..fast_path.operator_function import operator_function
-from ..latent_cache import KV_CACHE, LATENTS, OUT_DTYPES, Q_DTYPES, ROPE, check_cache
+from ..latent_cache import KV_CACHE, LATENTS, OUT_DTYPES, Q_DTYPES, check_cache
 from ..operator import Given, OutputForm, TensorArg, shape_of
 from ..paged_cache import check_table
 from ..pipeline import plan_call, run_call, torch_op
@@ -51,7 +52,7 @@ def _check(call: AttentionCall) -> None:
     check_cache(call.q, tensors["kv_cache"])
     page_size, _, width = tensors["kv_cache"].shape[1:]
     tensors.check_dtypes()
-    check_shapes(call, (*call.q.shape[:-1], width - ROPE), kv_heads=1)
+    check_shapes(call, (*call.q.shape[:-1], LATENTS[width]), kv_heads=1)
     check_table(tensors["page_table"], call.batch)
     tensors.check_devices()
     tensors.check_memory()
@@ -62,6 +63,7 @@ def _check(call: AttentionCall) -> None:
 def _launches(call: AttentionCall, device: DeviceFacts, release: NativeRelease) -> Sequence[NativeLaunch[MlaSelection]]:
     cache, options = call.tensors["kv_cache"], call.options
     pages, page_size, _, width = cache.shape
+    latent = LATENTS[width]
     problem = MlaProblem(
         **problem_values(call),
         kv_dtype=DTYPES[cache.dtype].short,
@@ -69,8 +71,8 @@ def _launches(call: AttentionCall, device: DeviceFacts, release: NativeRelease) 
         num_pages=pages,
         max_seq_len=options.max_seq_len,
         heads=call.q_heads,
-        latent=width - ROPE,
-        rope=ROPE,
+        latent=latent,
+        rope=width - latent,
         # A dimension of size 1 may carry any stride; the descriptor wants a valid one.
         cache_strides=(cache.strides[0] if pages > 1 else page_size * cache.strides[1], cache.strides[1]),
     )
@@ -82,9 +84,10 @@ def _launches(call: AttentionCall, device: DeviceFacts, release: NativeRelease) 
 def _output(arguments: Given) -> OutputForm:
     q = arguments["q"]
     shape = shape_of(q, "q")
-    if len(shape) < 3 or shape[-1] <= ROPE:
-        raise UsageError(f"shape {shape}, expected [batch, heads, latent + {ROPE}]", argument="q")
-    return OutputForm(q, (*shape[:-1], shape[-1] - ROPE), "bfloat16")
+    if len(shape) < 3 or shape[-1] not in LATENTS:
+        widths = " or ".join(map(str, LATENTS))
+        raise UsageError(f"shape {shape}, expected [batch, heads, columns] with {widths} columns", argument="q")
+    return OutputForm(q, (*shape[:-1], LATENTS[shape[-1]]), "bfloat16")
 
 
 def _no_default(_: tuple[int, ...]) -> float:
@@ -111,7 +114,9 @@ MLA_DECODE = AttentionOperator(
 
 
 def _shape_of(sizes: CallSizes) -> MlaShape:
-    latent = LATENTS[sizes.head_dim]
+    latent = LATENTS.get(sizes.head_dim)
+    if latent is None:
+        raise UsageError(f"expected one of {listed(tuple(LATENTS))}", argument="head_dim", value=sizes.head_dim)
     sizes.check(MAX_QUERIES, MAX_HEADS, PAGE_SIZES)
     sizes.check_only(f"with head_dim={sizes.head_dim}, which is MLA", head_dim_v=latent, heads_kv=1)
     if sizes.window:
@@ -120,7 +125,7 @@ def _shape_of(sizes: CallSizes) -> MlaShape:
         dtype=sizes.dtype_kv,
         q_dtype=sizes.query_dtype(Q_DTYPES),
         latent=latent,
-        rope=ROPE,
+        rope=sizes.head_dim - latent,
         heads=sizes.heads_q,
         batch=sizes.batch,
         q_len=sizes.q_len,
@@ -132,8 +137,8 @@ def _shape_of(sizes: CallSizes) -> MlaShape:
 
 EXPLAINED = Explained(
     MLA_DECODE.name,
-    "decode",
-    lambda sizes: sizes.head_dim in LATENTS,
+    "mla",
+    lambda _: True,
     _shape_of,
     lambda *values: (select_mla_decode(*values),),
 )
@@ -293,16 +298,17 @@ def mla_decode(
 ) -> QueryT | OutT:
     """Multi-head latent attention of the newest tokens of each request over its paged latent cache.
 
-    All heads share one cache row per token. Its first columns are the latent, which is the value; the latent and the 64
+    All heads share one cache row per token. Its first columns are the latent, which is the value; the latent and the
     rope columns after it are the key. Queries must already be projected into the latent space.
 
     Args:
-        q: ``[batch, heads, latent + 64]`` (one token per request), ``[batch, q_len, heads, latent + 64]`` with q_len 1
-            to 16, or ``[tokens, heads, latent + 64]`` with ``q_cu_seq_lens``. latent is 512 or 256, heads 1 to 128.
-            bfloat16, or the dtype of the cache if a kernel supports that; on SM120 and SM121 float8_e4m3fn, as the
-            cache. One stride between all tokens; addresses and strides in multiples of 16 bytes.
-        kv_cache: ``[pages, page_size, latent + 64]`` or ``[pages, 1, page_size, latent + 64]``, bfloat16 or
-            float8_e4m3fn, page_size 32, 64 or 128. Any strides in multiples of 16 bytes.
+        q: ``[batch, heads, columns]`` (one token per request), ``[batch, q_len, heads, columns]`` with q_len 1 to 16,
+            or ``[tokens, heads, columns]`` with ``q_cu_seq_lens``. The columns are 576 (512 latent and 64 rope ones),
+            320 (256 + 64), 512 (no rope ones), 288 (256 + 32) or 160 (128 + 32); heads 1 to 128. bfloat16, or the
+            dtype of the cache if a kernel supports that; on SM120 and SM121 float8_e4m3fn, as the cache. One stride
+            between all tokens; addresses and strides in multiples of 16 bytes.
+        kv_cache: ``[pages, page_size, columns]`` or ``[pages, 1, page_size, columns]``, bfloat16 or float8_e4m3fn,
+            page_size 32, 64 or 128. Any strides in multiples of 16 bytes.
         page_table: int32 ``[batch, columns]``, the page ids of each request in order; entries past a request's length
             are not read.
         seq_lens: int32 or uint32 ``[batch]``, number of keys of each request, those of its query tokens included. With

@@ -201,13 +201,7 @@ def _shape_of(sizes: CallSizes) -> DecodeShape:
     )
 
 
-def _takes(sizes: CallSizes) -> bool:
-    from ..latent_cache import LATENTS  # with which MLA decode comes
-
-    return sizes.head_dim not in LATENTS
-
-
-EXPLAINED = Explained(PAGED_DECODE.name, "decode", _takes, _shape_of, _select)
+EXPLAINED = Explained(PAGED_DECODE.name, "decode", lambda _: True, _shape_of, _select)
 
 
 class PagedDecodeTensors(TypedDict):

@@ -7,11 +7,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...attention.backends import XQA
+from ...attention.checks import listed
 from ...attention.fast_path.operator_function import operator_function
 from ...attention.operators.mla_decode import mla_decode
 from ...attention.trtllm_gen import DecodeCall
 from ...attention.trtllm_gen.checks import check_vector
 from ...errors import UsageError
+from ...kernels.native.mla.select import COLUMNS
 from ...tensor import TensorView, view_of
 from .arguments import MEMORY, SCALES, MlaArguments, TrtllmMlaArguments, query_of, tensor_or_none
 from .layouts import flat_tokens, latent_cache, nested_tokens, without
@@ -26,8 +28,9 @@ if TYPE_CHECKING:
     from ...protocols import CompatBackend
     from ...tensor import Scale, Tensor
 
-_HEAD_DIMS = ((512, 64), (256, 64))  # kv_lora_rank, qk_rope_head_dim
-_SPARSE_HEAD_DIMS = (512, 0)
+# kv_lora_rank, qk_rope_head_dim: of trtllm-gen kernels, without lists and with them.
+_HEAD_DIMS = ((512, 64), (256, 64))
+_SPARSE_HEAD_DIMS = (*_HEAD_DIMS, (512, 0))
 _LSE_BASES = ("basee", "base2")
 # Page sizes of FlashInfer's trtllm-gen kernels, with an LSE in base 2; heads of its CuTe DSL kernel, in base e.
 _BASE_2_PAGES = (32, 64)
@@ -93,7 +96,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
             e4m3; xqa: pages of 32, 64 or 128 tokens. Sparse MLA on xqa: queries of bf16, and caches of bf16 or of rows
             of 656 bytes (uint8 or e4m3), in pages of any size, as ``sparse_mla_decode`` takes them.
         qk_nope_head_dim: head dimension of the model without rope, 1 or more; only ``bmm1_scale`` depends on it.
-        kv_lora_rank, qk_rope_head_dim: (512, 64) or (256, 64); sparse MLA: (512, 64) or (512, 0).
+        kv_lora_rank, qk_rope_head_dim: (512, 64) or (256, 64); xqa: also (512, 0), (256, 32) or (128, 32); sparse MLA:
+            (512, 64) or (512, 0).
         block_tables: int32 ``[batch, columns]``, any number of columns; sparse MLA: ``[batch, q_len,
             sparse_mla_top_k]`` slots, xqa: with ``cum_seq_lens_q`` ``[tokens, sparse_mla_top_k]``.
         seq_lens: int32 ``[batch]``, keys of each request, those of its query tokens included. Sparse MLA on xqa also
@@ -169,12 +173,12 @@ def trtllm_batch_decode_with_kv_cache_mla(
     elif causal_seqlens_kv_global is None:
         raise UsageError("None with enable_dcp, expected the lengths on all ranks", argument="causal_seqlens_kv_global")
     _check_lse_base(call)
-    _check_head_dims(call)
     nested = cum_seq_lens_q is None
     by_request = query_of(query, 4 if nested else 3)
     q = flat_tokens(by_request, "query") if nested else by_request
-    _check_width(call, by_request)
     name = call.backend_on(q.device, call.backend)
+    _check_head_dims(call, name)
+    _check_width(call, by_request)
     if name == XQA and call.sparse_mla_top_k > 0:
         return decode_lists(call, by_request, _output(call, by_request))
     call.refuse("kv_scale_format")
@@ -269,7 +273,7 @@ def xqa_batch_decode_with_kv_cache_mla(
         enable_pdl=enable_pdl,
         batch_invariant=batch_invariant,
     )
-    _check_head_dims(call)
+    _check_head_dims(call, XQA)
     q, lengths = query_of(query, 4), lengths_of(seq_lens)
     _check_width(call, q)
     _check_batch(q, lengths)
@@ -319,13 +323,15 @@ def _has_natural_lse(call: MlaArguments, heads: int, page_size: int) -> bool:
     return call.enable_dcp or call.cum_seq_lens_q is not None or of_cute_dsl
 
 
-def _check_head_dims(call: MlaArguments) -> None:
+def _check_head_dims(call: MlaArguments, backend: str) -> None:
     lora, rope = call.kv_lora_rank, call.qk_rope_head_dim
     if call.qk_nope_head_dim < 1:
         raise UsageError("expected 1 or more", argument="qk_nope_head_dim", value=call.qk_nope_head_dim)
-    sparse = " or (512, 0) with sparse_mla_top_k"
-    if (lora, rope) not in _HEAD_DIMS and not ((lora, rope) == _SPARSE_HEAD_DIMS and call.sparse_mla_top_k > 0):
-        raise UsageError(f"kv_lora_rank={lora}, qk_rope_head_dim={rope}: expected (512, 64), (256, 64){sparse}")
+    lists = call.sparse_mla_top_k > 0
+    expected = _SPARSE_HEAD_DIMS if lists else COLUMNS if backend == XQA else _HEAD_DIMS
+    if (lora, rope) not in expected:
+        where = f"on backend {backend}{' with sparse_mla_top_k' if lists else ''}"
+        raise UsageError(f"kv_lora_rank={lora}, qk_rope_head_dim={rope}: expected {listed(expected)} {where}")
 
 
 def _check_width(call: MlaArguments, query: TensorView) -> None:

@@ -10,6 +10,7 @@ from ...attention.backends import XQA
 from ...attention.checks import check_dtype
 from ...attention.fast_path.notes import note_compared
 from ...attention.fast_path.operator_function import operator_function
+from ...attention.latent_cache import LATENTS
 from ...attention.operators.mla_decode import mla_decode
 from ...attention.operators.paged_decode import paged_decode
 from ...errors import UsageError
@@ -35,7 +36,6 @@ _NAMES = {
     "output_scale": "kv_scale * rcp_out_scale",
     "scratch": "workspace_buffer",
 }
-_ROPE = 64
 
 
 @operator_function(memory=MEMORY, op=torch_op)
@@ -180,9 +180,9 @@ def xqa_mla(
     On SM120 and SM121 too: with a warning, as these kernels were not run, and with queries and caches of e4m3 alone.
 
     Args:
-        q: ``[batch, 1, heads, latent + 64]`` or without the 1; bf16, or e4m3 with an e4m3 cache. latent is 512 or 256,
-            heads 1 to 128.
-        k_cache: ``[pages, page_size, latent + 64]``, or with a dimension of 1 head before or after page_size; bf16 or
+        q: ``[batch, 1, heads, columns]`` or without the 1, with columns and heads as for ``mla_decode``; bf16, or e4m3
+            with an e4m3 cache.
+        k_cache: ``[pages, page_size, columns]``, or with a dimension of 1 head before or after page_size; bf16 or
             e4m3.
         v_cache: the same memory, whole or its first latent columns.
         output: ``[batch, 1, heads, latent]`` or without the 1; bf16, fp16 or e4m3.
@@ -214,7 +214,7 @@ def xqa_mla(
     if len(query.shape) == 4 and query.shape[1] == 1:
         query = without(query, 1)
     if len(query.shape) != 3:
-        raise UsageError(f"shape {query.shape}, expected [batch, 1, heads, latent + {_ROPE}]", argument="q")
+        raise UsageError(f"shape {query.shape}, expected [batch, 1, heads, columns]", argument="q")
     _check_table(table)
     lengths = lengths_of(seq_lens)
     check_dtype("output", out, ("bfloat16", "float16", "float8_e4m3fn"))
@@ -316,7 +316,7 @@ def _shared_cache(keys: TensorView, values: TensorView, page_size: int) -> Tenso
     note_compared(values.pointer, keys.pointer)
     same = (values.pointer, values.dtype, values.device) == (keys.pointer, keys.dtype, keys.device)
     same = same and values.strides == keys.strides and values.shape[:-1] == keys.shape[:-1]
-    if not same or values.shape[-1] not in (keys.shape[-1], keys.shape[-1] - _ROPE):
+    if not same or values.shape[-1] not in (keys.shape[-1], LATENTS.get(keys.shape[-1])):
         raise UsageError(
             "other memory than k_cache, expected the same latent cache or its first columns", argument="v_cache"
         )

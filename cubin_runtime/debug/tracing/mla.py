@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ...attention.attention_operator import AttentionCall
-from ...attention.latent_cache import ROPE
 from ...dtypes import DTYPES
 from .decode import decode_tags, mask_axes, option_numbers, option_tensors
 from .references import of_attention, run_of
@@ -65,7 +64,7 @@ def traced_mla_decode(call: AttentionCall) -> TracedCall:
             },
             without=["kv_cache"],
         ),
-        constants={"qk_rope_head_dim": ROPE},
+        constants={"qk_rope_head_dim": width - out.shape[-1]},
         constraints=(
             "head_dim_qk == kv_lora_rank + qk_rope_head_dim",
             *(("batch_plus_1 == batch + 1",) if call.ragged else ()),

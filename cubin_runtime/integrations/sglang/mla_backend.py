@@ -77,7 +77,8 @@ class CubinRuntimeMlaAttnBackend(PagedAttnBackend):
             _check(layer, tokens)
             cache = self._cache(layer)
             latent, dtype = layer.v_head_dim, _DTYPES[self._pool.dtype]
-            kind = LatentKind(layer.tp_q_head_num, latent, "bfloat16", dtype, tokens, device)
+            rope = layer.qk_head_dim - latent
+            kind = LatentKind(layer.tp_q_head_num, latent, rope, "bfloat16", dtype, tokens, device)
             options = reserve_latent(kind, self._options(layer), self._limits, _LOGGER)
             self._scratch = options.scratch
             warm_up_latent(kind, cache, options, self._limits, self._first_slots.shape[1])
@@ -95,7 +96,7 @@ class CubinRuntimeMlaAttnBackend(PagedAttnBackend):
         """Attention of a step's queries in the latent space, or of prompts' queries on projected keys.
 
         Args:
-            q: ``[tokens, heads * (latent + 64)]`` with ``k`` ``[tokens, 1, latent + 64]``, which is written to its
+            q: ``[tokens, heads * (latent + rope)]`` with ``k`` ``[tokens, 1, latent + rope]``, which is written to its
                 slots; of prompts ``[tokens, heads * head_dim]`` with as many heads of ``k`` and ``v``.
 
         Returns:

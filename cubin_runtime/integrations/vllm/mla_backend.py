@@ -19,11 +19,10 @@ from vllm.model_executor.layers.attention.mla_attention import (
 )
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 
-from ...attention.latent_cache import ROPE
 from ...errors import UsageError
 from ...kernels.native.context_parallel import Dealing
 from ..latent_batch import (
-    LATENT_SIZES,
+    LAYER_COLUMNS,
     PAGE_SIZE,
     LatentDecodes,
     LatentOptions,
@@ -76,8 +75,9 @@ class CubinRuntimeMlaBackend(LatentBackend, *latent_cache_interface(), MLACommon
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
-        """Columns of the cache."""
-        return [latent + ROPE for latent in LATENT_SIZES]
+        """Columns of the cache, of those that vLLM's metadata of steps take."""
+        sizes = MLACommonBackend.get_supported_head_sizes()
+        return [latent + rope for latent, rope in LAYER_COLUMNS if latent + rope in sizes]
 
     @classmethod
     def supports_combination(cls, *_: Any, **__: Any) -> str | None:
@@ -216,8 +216,8 @@ class CubinRuntimeMlaImpl(MLACommonImpl[MLACommonMetadata]):  # type: ignore[mis
         """Attention of a step's decodes.
 
         Args:
-            q: ``[tokens, heads, kv_lora_rank + 64]``, or a pair of its two parts.
-            kv_c_and_k_pe_cache: ``[blocks, 64, kv_lora_rank + 64]``.
+            q: ``[tokens, heads, kv_lora_rank + qk_rope_head_dim]``, or a pair of its two parts.
+            kv_c_and_k_pe_cache: ``[blocks, 64, kv_lora_rank + qk_rope_head_dim]``.
 
         Returns:
             ``[tokens, heads, kv_lora_rank]`` and, with decode context parallelism, the log-sum-exp ``[tokens, heads]``
@@ -252,7 +252,8 @@ class CubinRuntimeMlaImpl(MLACommonImpl[MLACommonMetadata]):  # type: ignore[mis
         if limits is None or parameter is None or parameter.device.type == "meta":
             return
         heads, dtype = self.num_heads * self._options.dealing.world, "float8_e4m3fn" if self._quantized else "bfloat16"
-        self._kind = LatentKind(heads, self.kv_lora_rank, dtype, dtype, q_len, parameter.device.index or 0)
+        latent, rope, device = self.kv_lora_rank, self.qk_rope_head_dim, parameter.device.index or 0
+        self._kind = LatentKind(heads, latent, rope, dtype, dtype, q_len, device)
         self._columns = -(-limits.keys // PAGE_SIZE)
         self._limits = limits._replace(keys=keys_on_a_rank(limits.keys, self._options.dealing))
         self._options = reserve_latent(self._kind, self._options, self._limits, LOGGER)

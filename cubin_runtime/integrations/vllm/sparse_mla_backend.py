@@ -13,11 +13,10 @@ from vllm.model_executor.layers.attention.mla_attention import get_mla_dims
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadata, AttentionType
 from vllm.v1.attention.backends.mla import sparse_utils
 
-from ...attention.latent_cache import ROPE
 from ...attention.operators.sparse_mla_decode import sparse_mla_decode
 from ...errors import UsageError
 from ...kernels.native.sparse_mla.select import ROW_FORMS
-from ..latent_batch import LISTED_LATENT, unserved_lists
+from ..latent_batch import LISTED_LATENT, LISTED_ROPE, unserved_lists
 from ..latent_readiness import ListKind, reserve_lists
 from ..scratch import SharedScratch
 from .backend import LOGGER, limits_of, refused_drafts
@@ -47,7 +46,7 @@ class CubinRuntimeSparseMlaBackend(LatentBackend, *latent_cache_interface(), Att
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
         """Columns of the cache."""
-        return [LISTED_LATENT + ROPE]
+        return [LISTED_LATENT + LISTED_ROPE]
 
     @classmethod
     def is_mla(cls) -> bool:

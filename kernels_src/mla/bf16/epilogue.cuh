@@ -105,6 +105,7 @@ DEVICE void store_rows_staged(const Params& p, const OutputRows& rows, const flo
 // is the warp's 1024 bytes of shared memory.
 DEVICE void store_rows(const Params& p, const WorkTile& work, int row, int column, const float (&out)[HALF_COLUMNS / 2],
                        const float (&maximum)[2], const float (&sum)[2], uint32_t stage) {
+    if (PADDED && column >= LATENT) return;
     const OutputRows rows(p, work, row, column, maximum, sum);
     if (p.out_type == TYPE_E4M3)
         store_rows<TYPE_E4M3>(p, rows, out);
@@ -137,7 +138,7 @@ private:
 DEVICE void store_partial(const Params& p, const WorkTile& work, int row, int column,
                           const float (&out)[HALF_COLUMNS / 2], const RowScales& own, const float (&maximum)[2],
                           const float (&sum)[2]) {
-    if (row / 16 * 16 >= work.rows) return;
+    if (row / 16 * 16 >= work.rows || (PADDED && column >= LATENT)) return;
     const int slot = work.splits.slot(work.splits.index);
     uint2* target = static_cast<uint2*>(p.partial_out) + partial_offset(slot, column / 8, threadIdx.x % WARPGROUP);
 #pragma unroll
@@ -161,6 +162,7 @@ DEVICE void weigh_rounded(const RowScale& row, float weight, float& first, float
 // one in the thread's registers.
 DEVICE void fold_splits(const Params& p, const WorkTile& work, int row, int column, float (&out)[HALF_COLUMNS / 2],
                         const RowScales& own, float (&maximum)[2], float (&sum)[2]) {
+    if (PADDED && column >= LATENT) return;
     const int before = work.splits.count - 1, slot = work.splits.slot(0);
     float weight[2][FOLDED_SPLITS - 1], top[2];
 #pragma unroll

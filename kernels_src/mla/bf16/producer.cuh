@@ -5,7 +5,7 @@
 
 namespace paged_mla_decode {
 
-constexpr int CHUNKS = BOXES * 8;  // of 8 columns in a row: 16 bytes, swizzled as the products read them
+constexpr int CHUNKS = COLUMNS / 8;  // of 8 columns in a row: 16 bytes, swizzled as the products read them
 
 // Copies 16 rows per warp, or only what was overwritten by P (the rope columns). Row R of a request is head R % heads
 // of its query token R / heads; rows past the last one are zero.
@@ -77,7 +77,7 @@ DEVICE void load(const Params& p, const WorkRange& range, SharedStorage& shared)
                     tma_load_box(p, at, chunk_log2, box, shared_address(shared.kv[b][box]), full, policy);
                 }
             };
-            if (warp == 0) {
+            if (ROPE_BOXES > 0 && warp == 0) {
                 wait_barrier(shared.empty[b][QUARTERS], empty_phase);
                 load_boxes(ROPE_BOX, 1);
             }

@@ -10,7 +10,7 @@ constexpr int STAGES = 2;
 // warpgroup.
 constexpr int QUARTERS = 4;
 constexpr int QUARTER_BOXES = VALUE_BOXES / QUARTERS;
-constexpr int QUARTER_COLUMNS = LATENT / QUARTERS;
+constexpr int QUARTER_COLUMNS = OUTPUT_COLUMNS / QUARTERS;
 
 // Empty barriers of a stage: one for each quarter, one for the rope columns.
 constexpr int EMPTY_BARRIERS = QUARTERS + 1;
@@ -26,7 +26,7 @@ static_assert(HELPER_REGISTERS >= 40 &&
               CONSUMERS * CONSUMER_REGISTERS + HELPERS * HELPER_REGISTERS <= THREADS * LAUNCH_REGISTERS);
 
 struct SharedStorage {
-    alignas(1024) char q[BOXES][BOX_BYTES];
+    alignas(1024) char q[VALUE_BOXES + 1][BOX_BYTES];  // the last one: the rope columns, then P0
     alignas(1024) char kv[STAGES][BOXES][BOX_BYTES];
     alignas(1024) char p1[BOX_BYTES];
     WorkTile work[2];  // used in turn, valid with their queries; no splits: no more work

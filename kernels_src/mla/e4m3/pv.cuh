@@ -167,6 +167,7 @@ DEVICE void multiply_tile(SharedStorage& shared, PipelineState<STAGES>& tiles, u
 DEVICE void store_rows(const Params& p, const TileHandoff& from, const Output& out) {
     const int lane = threadIdx.x % 32;
     const int column = threadIdx.x / 32 * WARP_COLUMNS + lane / 4 * 2;
+    if (PADDED && column >= LATENT) return;
 #pragma unroll
     for (int j = 0; j < ROWS / 8; ++j)
 #pragma unroll
@@ -201,6 +202,7 @@ DEVICE RowScale row_scale(const Output& out, int eight, int i) {
 DEVICE void store_partial(const Params& p, const TileHandoff& from, const Output& out) {
     const int thread = reread_thread_index();
     const int lane = thread % 32, column = thread / 32 * WARP_COLUMNS;
+    if (PADDED && column >= LATENT) return;
     uint2* target = static_cast<uint2*>(p.partial_out);
     target += partial_offset(from.slot, column / 8 + lane / 16, lane % 4 * 8 + lane / 4 % 4);
     float* scales = row_scales(p, from.slot, column) + lane % 4 * 2;

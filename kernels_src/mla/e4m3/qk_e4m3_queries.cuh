@@ -13,10 +13,10 @@ constexpr int QK_BARRIER = 2;
 using Queries = uint32_t[K_STEPS - SHARED_STEPS][4];
 
 // Row R of a request is head R % heads of its query token R / heads; rows past the last one are zero. The first columns
-// go to shared memory: a thread copies 16 bytes of every eighth row.
+// go to shared memory: a thread copies 16 bytes of every STEP-th row.
 DEVICE void copy_queries(const Params& p, const WorkTile& work, SharedStorage& shared) {
     constexpr int CHUNKS = QUERY_BOXES * BOX_COLUMNS / 16, STEP = WARPGROUP / CHUNKS;
-    static_assert(STEP == 8);
+    static_assert(STEP % 8 == 0);
     const int thread = threadIdx.x % WARPGROUP, chunk = thread % CHUNKS, first = thread / CHUNKS;
     const int token = (work.row_tile * ROWS + first) / p.heads;
     int head = work.row_tile * ROWS + first - token * p.heads;
@@ -61,7 +61,7 @@ DEVICE void load_queries(const Params& p, const WorkTile& work, SharedStorage& s
 // low bits of e4m3 products, and more of them the larger the sum is.
 template <int HALF>
 DEVICE void multiply_keys(SharedStorage& shared, const Queries& q, const PipelineState<STAGES>& tiles, Scores& s) {
-    constexpr int FIRST = HALF * (K_STEPS / 2), LAST = FIRST + K_STEPS / 2;
+    constexpr int FIRST = HALF * (K_STEPS / 2), LAST = HALF ? K_STEPS : K_STEPS / 2;
     const uint64_t queries = k_major_descriptor<BOX_COLUMNS>(shared_address(shared.q[0]));
     const uint64_t keys = k_major_descriptor<BOX_COLUMNS>(warp_uniform(shared_address(shared.kv[tiles.index])));
     wgmma_fence();

@@ -10,9 +10,9 @@ constexpr int KEYS_IN_FLIGHT = SCALED ? 4 : 3;  // products
 constexpr int QK_BARRIER = 2;
 
 // Copies a work tile's queries with four lanes per row. Row R of a request is head R % heads of its query token R /
-// heads; rows past the last one are zero.
+// heads; rows past the last one and columns past COLUMNS are zero.
 DEVICE void copy_queries(const Params& p, const WorkTile& work, SharedStorage& shared, uint32_t thread) {
-    constexpr int CHUNKS = BOXES * 8;
+    constexpr int CHUNKS = KEY_BOXES * 8;
 #pragma unroll 1
     for (int row = thread / 4; row < ROWS; row += WARPGROUP / 4) {
         const bool exists = row < work.rows;
@@ -22,7 +22,8 @@ DEVICE void copy_queries(const Params& p, const WorkTile& work, SharedStorage& s
 #pragma unroll 6
         for (int i = 0; i < CHUNKS / 4; ++i)
             cp_async_16_zero_fill(address + i / 2 * BOX_BYTES + ((i % 2 * 4 + thread % 4) ^ (row % 8)) * 16,
-                                  source + i * 64, exists ? 16 : 0);
+                                  source + i * 64,
+                                  exists && (COLUMNS % BOX_COLUMNS == 0 || i * 32 < COLUMNS) ? 16 : 0);
     }
     cp_async_wait_all();
     __syncwarp();
@@ -33,7 +34,7 @@ DEVICE void copy_queries(const Params& p, const WorkTile& work, SharedStorage& s
 // brings its largest magnitude below 2; its scores are multiplied with it. The row also takes the sign of the softmax
 // scale.
 DEVICE void load_queries(const Params& p, const WorkTile& work, SharedStorage& shared, uint32_t slot) {
-    constexpr int GROUPS = STEPS / 4;  // of 16 columns, of a lane
+    constexpr int GROUPS = KEY_BOXES;  // of 16 columns, of a lane
     constexpr int CONVERTED = SCALED ? GROUPS - 1 : GROUPS;  // rope columns stay bf16 beside scaled latent ones
     const float scale = softmax_scale_log2(p);
     const uint32_t thread = reread_thread_index() % WARPGROUP, quarter = thread % 4;

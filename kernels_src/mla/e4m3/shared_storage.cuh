@@ -19,7 +19,7 @@ constexpr int P_STAGES = SCALED ? 2 : 3;  // of P
 constexpr int RAW_BOX_BYTES = TILE_TOKENS * BOX_COLUMNS;
 // Queries in shared memory: e4m3 queries as they are, those that do not fit into registers; bf16 queries converted to
 // fp16, all.
-constexpr int QUERY_BOXES = Q_E4M3 ? 4 : BOXES;
+constexpr int QUERY_BOXES = Q_E4M3 ? (COLUMNS < 4 * BOX_COLUMNS ? COLUMNS / BOX_COLUMNS : 4) : KEY_BOXES;
 constexpr int QUERY_BOX_BYTES = Q_E4M3 ? RAW_BOX_BYTES : BOX_BYTES;
 
 // What ends with a tile.

@@ -85,6 +85,7 @@ DEVICE void score(const Params& p, const WorkRange& range, SharedStorage& shared
 DEVICE bool consume(const Params& p, const WorkRange& range, SharedStorage& shared) {
     const int lane = threadIdx.x % 32;
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+    const bool has_columns = !PADDED || warp * 64 < LATENT;
     const uint32_t values = stage_offset(warp * 64 * (KV_E4M3 ? 1 : 2) + lane / 8 % 2 * 16, lane / 16 * 8 + lane % 8);
     PipelineState<STAGES> kv_state;
     PipelineState<P_STAGES> p_state;
@@ -114,7 +115,9 @@ DEVICE bool consume(const Params& p, const WorkRange& range, SharedStorage& shar
             if (own.raised) rescale(own, out);
             const uint32_t stage[] = {shared_address(shared.stages[kv_state.index]) + values};
             const int valid = work.valid(tile);
-            if (valid < TILE_TOKENS)
+            if (!has_columns)
+                ;
+            else if (valid < TILE_TOKENS)
                 multiply_values<true>(stage, valid, own, out);
             else
                 multiply_values<false>(stage, valid, own, out);
@@ -132,13 +135,13 @@ DEVICE bool consume(const Params& p, const WorkRange& range, SharedStorage& shar
         __threadfence_block();  // otherwise the arrival may overtake these loads
         if (!warmup) release(shared.sums_empty), sums_parity ^= 1;
         if (work.whole()) {
-            store_rows(p, work, statistics, out);
+            if (has_columns) store_rows(p, work, statistics, out);
         } else {
             if (written >= 0) {
                 named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);
                 arrive(p, written);
             }
-            store_partial(p, work, statistics, out);
+            if (has_columns) store_partial(p, work, statistics, out);
             written = work.splits.counter;
         }
     }

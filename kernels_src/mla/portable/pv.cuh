@@ -83,6 +83,7 @@ DEVICE void gather_columns(const float (&out)[2][4], int half, float (&v)[4]) {
 DEVICE void store_rows(const Params& p, const WorkTile& work, const SharedStorage& shared, const Output& out) {
     const float scale = output_scale(p);
     const int lane = threadIdx.x % 32, column = threadIdx.x / 32 * WARP_COLUMNS + lane % 4 * 4;
+    if (PADDED && column >= LATENT) return;
 #pragma unroll
     for (int i = 0; i < 2 * ROW_TILES; ++i) {
         const int row = i / 2 * 16 + i % 2 * 8 + lane / 4;
@@ -120,6 +121,7 @@ DEVICE RowScale row_scale(const Output& out, int row_tile, int half) {
 DEVICE void store_partial(const Params& p, const WorkTile& work, const SharedStorage& shared, const Output& out) {
     const int slot = work.splits.slot(work.splits.index);
     const int lane = threadIdx.x % 32, column = threadIdx.x / 32 * WARP_COLUMNS;
+    if (PADDED && column >= LATENT) return;
     uint2* target = static_cast<uint2*>(p.partial_out);
     target += partial_offset(slot, column / 8 + lane % 4 / 2, lane / 4 * 4 + lane % 2 * 2);
     float* scales = row_scales(p, slot, column);

@@ -9,10 +9,11 @@ constexpr int WARPS = CONSUMERS / 32;
 constexpr int ROW_TILES = ROWS / 16;  // of a warp product
 constexpr int KEY_WARPS = WARPS / ROW_TILES;  // that share 16 rows, by keys
 constexpr int KEYS = TILE_TOKENS / KEY_WARPS;  // of a tile, of a warp
-constexpr int WARP_COLUMNS = LATENT / WARPS;  // of the output
+constexpr int WARP_COLUMNS = OUTPUT_COLUMNS / WARPS;  // of the output
 static_assert(KEYS == 16 && WARP_COLUMNS == SCALE_COLUMNS);
 
-constexpr int BOXES = COLUMNS / BOX_COLUMNS;
+// TMA fills what lies behind the columns of a key with zeros.
+constexpr int BOXES = (PADDED ? OUTPUT_COLUMNS : COLUMNS + BOX_COLUMNS - 1) / BOX_COLUMNS;
 constexpr int ROW_BYTES = BOX_COLUMNS;  // of a key or a query in a box
 constexpr int KV_BOX_BYTES = TILE_TOKENS * ROW_BYTES;
 constexpr int QUERY_BOX_BYTES = ROWS * ROW_BYTES;

@@ -16,6 +16,8 @@ from ..constants import CONSTANTS
 from ..selection import Candidate, Selection, number_of
 
 OPERATION = "paged_mla_decode"
+# Latent columns of a key, which are the value, and rope columns behind them. No two make rows of one width.
+COLUMNS = ((512, 64), (256, 64), (512, 0), (256, 32), (128, 32))
 MAX_HEADS = 128
 MAX_QUERIES = 16
 PAGE_SIZES = (CONSTANTS.mla_min_page_tokens, 64, 128)
@@ -41,8 +43,8 @@ FEW_SLACK_TILES = 4
 class MlaShape:
     """The facts that decide the kernel and the grid: bounds, never the lengths themselves.
 
-    ``dtype`` is that of the KV cache, ``q_dtype`` that of the queries, ``latent`` the columns of a value (512 or 256)
-    beside ``rope`` ones (64), ``q_len`` the query tokens of each request or, where ``ragged``, their bound.
+    ``dtype`` is that of the KV cache, ``q_dtype`` that of the queries, ``latent`` and ``rope`` one of ``COLUMNS``,
+    ``q_len`` the query tokens of each request or, where ``ragged``, their bound.
     """
 
     dtype: str

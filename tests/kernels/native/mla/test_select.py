@@ -8,8 +8,8 @@ import pytest
 from cubin_runtime.artifacts.tables.native_kernels import NativeKernel
 from cubin_runtime.errors import UsageError
 from cubin_runtime.kernels.native.constants import CONSTANTS
-from cubin_runtime.kernels.native.mla.select import MlaShape, invariant_splits, select_mla_decode
-from tests.kernels.mla_examples import KERNELS, PORTABLE, WIDE
+from cubin_runtime.kernels.native.mla.select import COLUMNS, MlaShape, invariant_splits, select_mla_decode
+from tests.kernels.mla_examples import KERNELS, OTHER_COLUMNS, PORTABLE, WIDE
 from tests.launch.examples import H100, device
 
 SHAPE = MlaShape("bf16", 512, heads=128, batch=64, max_seq_len=4096)
@@ -135,6 +135,16 @@ def test_splits_never_fall_with_the_tiles() -> None:
 def test_a_device_without_such_kernels_is_refused_with_what_there_is() -> None:
     with pytest.raises(UsageError, match=r"compute capability 10\.0: mla_latent512_rows64_sm90a: built for sm_90a"):
         select_mla_decode(KERNELS, SHAPE, device(10, 0))
+
+
+@pytest.mark.parametrize(("latent", "rope"), [(512, 0), (256, 32), (128, 32), (512, 64)])
+def test_latent_and_rope_columns_decide(latent: int, rope: int) -> None:
+    chosen = select_mla_decode([*OTHER_COLUMNS, *KERNELS], replace(SHAPE, latent=latent, rope=rope), H100)
+    assert (chosen.kernel.traits["latent"], chosen.kernel.traits["rope"]) == (latent, rope)
+
+
+def test_no_two_pairs_of_latent_and_rope_columns_make_rows_of_one_width() -> None:
+    assert len({latent + rope for latent, rope in COLUMNS}) == len(COLUMNS)
 
 
 def test_another_number_of_rope_columns_is_refused() -> None:
