@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 
 from cubin_runtime.kernels.native.constants import MERGE_TYPES
 from cubin_runtime.kernels.native.mla.select import COLUMNS as MLA_COLUMNS
+from cubin_runtime.kernels.native.mla.select import SEPARATE_COLUMNS as MLA_SEPARATE_COLUMNS
 from cubin_runtime.kernels.native.prefill.select import SEGMENT_HEAD_DIMS
 
 # Dynamic plus static shared memory that one block can opt in to, in bytes, by compute capability.
@@ -399,11 +400,24 @@ def _mla_decode(
     )
 
 
+def _with_separate_values(variant: Variant) -> Variant:
+    """The kernel for values in memory of their own."""
+    return replace(
+        variant,
+        symbol=f"{variant.symbol}_separate_values",
+        struct="PagedMlaDecodeValuesParams",
+        traits={**variant.traits, "separate_values": True},
+        defines={**variant.defines, "SEPARATE_VALUES": 1},
+    )
+
+
 def _mla_variants(columns: tuple[int, int]) -> Iterator[Variant]:
     yield _mla_decode("paged_mla_decode", "paged_mla_decode_bf16", "bf16", "bf16", columns, 64, 128)
     e4m3 = "paged_mla_decode_e4m3"
     yield _mla_decode(e4m3, e4m3, "e4m3", "bf16", columns, 64, 64, Q_E4M3=0)
     yield _mla_decode(e4m3, f"{e4m3}_q_e4m3", "e4m3", "e4m3", columns, 64, 64, Q_E4M3=1)
+    if columns == MLA_SEPARATE_COLUMNS:
+        yield _with_separate_values(_mla_decode(e4m3, f"{e4m3}_q_e4m3", "e4m3", "e4m3", columns, 64, 64, Q_E4M3=1))
     for dtype, q_dtypes in (("bf16", "bf16"), ("e4m3", "bf16,e4m3")):
         source, stages = "few_rows_mla_decode", _FEW_ROWS_STAGES[dtype][columns]
         yield _mla_decode(source, f"{source}_{dtype}", dtype, q_dtypes, columns, 16, 128, STAGES=stages)

@@ -55,6 +55,17 @@ def check_cache(q: TensorView, cache: TensorView) -> None:
         raise UsageError(f"{heads} heads, expected 1 to {MAX_HEADS}", argument="q")
 
 
+SEPARATE_DTYPE = "float8_e4m3fn"  # of keys, and of values in memory of their own
+V_CACHE = TensorArg(
+    "v_cache",
+    (SEPARATE_DTYPE,),
+    optional=True,
+    alignment=16,
+    stride_bytes=16,
+    rows=True,
+    resident=True,
+    canonical=lambda view, _: latent_view(view, "v_cache"),
+)
 KV_CACHE = TensorArg(
     "kv_cache",
     tuple(Q_DTYPES),

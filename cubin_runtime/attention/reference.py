@@ -150,6 +150,7 @@ def mla_decode_reference(
     q_cu_seq_lens: Any = None,
     mask: Any = None,
     sinks: Any = None,
+    v_cache: Any = None,
     **dealing: Any,
 ) -> tuple[Float64, Float64]:
     """Latent attention: all heads share the rows of one cache, whose first ``latent`` columns are the values.
@@ -158,6 +159,7 @@ def mla_decode_reference(
         q: ``[tokens, heads, width]``, the requests' tokens one after another.
         kv_cache: ``[pages, page_size, width]``.
         latent: columns of a value.
+        v_cache: values in memory of their own, ``[pages, page_size, latent]``.
         page_table, seq_lens, softmax_scale, output_scale, q_cu_seq_lens, mask, sinks: as ``paged_decode_reference``.
         dealing: its ``global_seq_lens``, ``cp_world``, ``cp_rank`` and ``cp_interleave``.
 
@@ -168,7 +170,7 @@ def mla_decode_reference(
     return paged_decode_reference(
         q,
         rows,
-        rows[..., :latent],
+        rows[..., :latent] if v_cache is None else v_cache[:, :, None],
         page_table,
         seq_lens,
         softmax_scale,

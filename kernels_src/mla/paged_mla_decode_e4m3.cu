@@ -16,7 +16,8 @@
 // twice the time, it computes nothing but products.
 //
 // Build: -DLATENT=512|256|128 -DROPE=64|32|0 -DKV_E4M3=1 -DQ_E4M3=0|1 -DROWS=64 -DTILE_TOKENS=64
-//        -DBOX_COLUMNS=64 -DKERNEL_NAME=symbol
+//        -DBOX_COLUMNS=64 -DKERNEL_NAME=symbol, and -DSEPARATE_VALUES=1 where values do not lie in their keys: then a
+//        tile has boxes of both.
 
 #include "pages.cuh"
 #if Q_E4M3
@@ -49,10 +50,17 @@ DEVICE void load_tiles(const Params& p, const WorkRange& range, SharedStorage& s
             wait_barrier(shared.empty[tiles.index], tiles.phase ^ 1);
             if (elect_one()) {
                 const uint32_t full = shared_address(&shared.full[tiles.index]);
-                mbarrier_arrive_expect_bytes(full, BOXES * at.chunks << (chunk_log2 + ROW_BYTES_LOG2));
+                mbarrier_arrive_expect_bytes(full, TILE_BOXES * at.chunks << (chunk_log2 + ROW_BYTES_LOG2));
 #pragma unroll 1
                 for (int box = 0; box < BOXES; ++box)
-                    tma_load_box(p, at, chunk_log2, box, shared_address(shared.kv[tiles.index][box]), full, policy);
+                    tma_load_box(&p.kv_map, at, chunk_log2, box, shared_address(shared.kv[tiles.index][box]), full,
+                                 policy);
+#if SEPARATE_VALUES
+#pragma unroll 1
+                for (int box = 0; box < VALUE_BOXES; ++box)
+                    tma_load_box(&p.v_map, at, chunk_log2, box,
+                                 shared_address(shared.kv[tiles.index][FIRST_VALUE_BOX + box]), full, policy);
+#endif
             }
             __syncwarp();
             tiles.advance();
@@ -63,7 +71,7 @@ DEVICE void load_tiles(const Params& p, const WorkRange& range, SharedStorage& s
 }  // namespace paged_mla_decode
 
 extern "C" __global__ void __launch_bounds__(paged_mla_decode::THREADS, 1)
-    KERNEL_NAME(const __grid_constant__ PagedMlaDecodeParams p) {
+    KERNEL_NAME(const __grid_constant__ paged_mla_decode::Params p) {
     using namespace paged_mla_decode;
     SharedStorage& shared = dynamic_shared_storage<SharedStorage>();
     if (threadIdx.x == WARPGROUP) {
@@ -81,6 +89,9 @@ extern "C" __global__ void __launch_bounds__(paged_mla_decode::THREADS, 1)
 #endif
         fence_mbarrier_init();
         prefetch_tensor_map(&p.kv_map);
+#if SEPARATE_VALUES
+        prefetch_tensor_map(&p.v_map);
+#endif
     }
     wait_for_previous_grid();
     if (threadIdx.x < 32) find_work_range(p, shared.range);

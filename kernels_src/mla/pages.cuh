@@ -25,14 +25,14 @@ struct TilePages {
     }
 };
 
-// Loads the tile's columns of a box; `full` counts the bytes.
-DEVICE void tma_load_box(const Params& p, const TilePages& at, int chunk_log2, int box, uint32_t target, uint32_t full,
+// Loads the tile's columns of a box of the cache that `map` describes; `full` counts the bytes.
+DEVICE void tma_load_box(const void* map, const TilePages& at, int chunk_log2, int box, uint32_t target, uint32_t full,
                          uint64_t policy) {
 #pragma unroll
     for (int i = 0; i < TILE_TOKENS / MLA_MIN_PAGE_TOKENS; ++i) {
         if (i >= at.chunks) break;
-        tma_load_3d(target + (i << (chunk_log2 + ROW_BYTES_LOG2)), &p.kv_map, full, box * BOX_COLUMNS, at.row,
-                    at.page[i], policy);
+        tma_load_3d(target + (i << (chunk_log2 + ROW_BYTES_LOG2)), map, full, box * BOX_COLUMNS, at.row, at.page[i],
+                    policy);
     }
 }
 

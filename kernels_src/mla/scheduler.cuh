@@ -7,6 +7,8 @@
 #include "KernelConstants.h"
 #if SPARSE
 #include "SparseMlaDecodeParams.h"
+#elif SEPARATE_VALUES
+#include "PagedMlaDecodeValuesParams.h"
 #else
 #include "PagedMlaDecodeParams.h"
 #endif
@@ -29,7 +31,11 @@ constexpr bool SCALED = KV_E4M3;  // rows of the cache have a scale for each 128
 constexpr int SCALE_BLOCKS = SCALED ? LATENT / 128 : 0;
 #else
 // -DBOX_COLUMNS=n columns of a TMA box, -DL2_POLICY=word and -DGROUP_L2_POLICY=word (an L2Policy)
+#if SEPARATE_VALUES  // they lie in memory of their own, not in their keys
+using Params = PagedMlaDecodeValuesParams;
+#else
 using Params = PagedMlaDecodeParams;
+#endif
 using stream_k::report_invalid_lengths;
 constexpr bool SCALED = false;
 constexpr int SPLIT_TILES = MLA_SPLIT_TILES;

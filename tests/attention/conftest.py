@@ -19,6 +19,7 @@ from tests.kernels.decode_kernels import HOPPER
 from tests.kernels.mla_examples import KERNELS as MLA_KERNELS
 from tests.kernels.mla_examples import OTHER_COLUMNS as OTHER_MLA_KERNELS
 from tests.kernels.mla_examples import PORTABLE as PORTABLE_MLA_KERNELS
+from tests.kernels.mla_examples import SEPARATE as SEPARATE_MLA_KERNEL
 
 
 @pytest.fixture(scope="session")
@@ -32,7 +33,15 @@ def described(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A tree that says to have sm_90a kernels for all dtypes and head dimensions, and its pin file."""
     return describe_release(
         tmp_path_factory.mktemp("described"),
-        (*HOPPER, *MLA_KERNELS, *OTHER_MLA_KERNELS, *PORTABLE_MLA_KERNELS, *E4M3_KERNELS, *CONTEXT_KERNELS),
+        (
+            *HOPPER,
+            *MLA_KERNELS,
+            *OTHER_MLA_KERNELS,
+            SEPARATE_MLA_KERNEL,
+            *PORTABLE_MLA_KERNELS,
+            *E4M3_KERNELS,
+            *CONTEXT_KERNELS,
+        ),
     )
 
 

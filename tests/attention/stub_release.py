@@ -121,6 +121,9 @@ def build_stub_release(folder: Path) -> tuple[Path, Path]:
     (sources / "mla/sparse_stub.cu").write_text(SPARSE_MLA_SOURCE)
     types = (("bf16", "bf16"), ("e4m3", "bf16"), ("e4m3", "e4m3"))
     variants += [mla_stub_variant(*own, columns) for own in types for columns in COLUMNS]
+    apart = next(v for v in VARIANTS if v.struct == "PagedMlaDecodeValuesParams")
+    variants.append(replace(apart, source="mla/values_stub.cu"))
+    (sources / "mla/values_stub.cu").write_text(MLA_SOURCE.replace("PagedMlaDecodeParams", apart.struct))
     variants += [mla_stub_variant("e4m3", "e4m3", (latent, 64), "120") for latent in (512, 256)]
     switches = (False, True)
     variants += [context_stub_variant("bf16", 128, cap, segments) for cap in switches for segments in switches]

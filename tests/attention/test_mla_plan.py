@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 
-from cubin_runtime.attention import BackendError, ClampedInputError, MlaDecodePlan, Runtime, mla_decode, plan_mla_decode
+from cubin_runtime.attention import (
+    BackendError,
+    ClampedInputError,
+    MlaDecodePlan,
+    Runtime,
+    TensorView,
+    mla_decode,
+    plan_mla_decode,
+)
 from cubin_runtime.errors import UsageError, WorkspaceError
 from cubin_runtime.kernels.native.device_models import describe_device
 from cubin_runtime.launch.regions import workspace_size
@@ -81,6 +89,51 @@ def test_rows_without_rope_columns_and_narrow_ones(planner: Runtime, latent: int
 def test_the_output_has_the_latent_columns(planner: Runtime) -> None:
     with pytest.raises(UsageError, match=r"out: shape .*expected \(4, 16, 256\)"):
         make_plan(planner, latent_call(latent=256, rope=32, out=view("bfloat16", 4, HEADS, 288)), device_facts=H200)
+
+
+NARROW = {"dtypes": (E4M3, E4M3, BF16)}
+VALUES = view(E4M3, PAGES, PAGE, 512, pointer=0x7F0020000000)
+
+
+@pytest.mark.parametrize(
+    "values", [VALUES, view(E4M3, PAGES, 1, PAGE, 512), replace(VALUES, strides=(PAGE * 576, 576, 1))]
+)
+def test_values_in_memory_of_their_own(planner: Runtime, values: TensorView) -> None:
+    plan = make_plan(planner, latent_call(**NARROW, v_cache=values), device_facts=H200)
+    (launch,) = plan.launch_plans()
+    assert (plan.selections[0].kernel.traits["separate_values"], launch.layout.name) == (
+        True,
+        "PagedMlaDecodeValuesParams",
+    )
+    maps = launch.values["kv_map"], launch.values["v_map"]
+    assert [(spec.dims, spec.strides[0]) for spec in maps] == [
+        ((n, PAGE, PAGES), values.strides[-2] if n == 512 else n) for n in (576, 512)
+    ]
+
+
+def test_without_them_the_values_are_the_first_columns_of_their_keys(planner: Runtime) -> None:
+    plan = make_plan(planner, latent_call(**NARROW), device_facts=H200)
+    assert "separate_values" not in plan.selections[0].kernel.traits
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (latent_call(**NARROW, v_cache=view(E4M3, PAGES, PAGE, 576)), r"v_cache: shape .*expected \(100, 64, 1, 512\)"),
+        (latent_call(**NARROW, v_cache=view(E4M3, PAGES + 1, PAGE, 512)), "v_cache: shape"),
+        (
+            latent_call(**NARROW, v_cache=view(BF16, PAGES, PAGE, 512)),
+            "v_cache: dtype bfloat16, expected float8_e4m3fn",
+        ),
+        (latent_call(**NARROW, v_cache=replace(VALUES, device=1)), "v_cache: on device 1"),
+        (latent_call(**NARROW, v_cache=replace(VALUES, pointer=0x1008)), "v_cache: address 0x1008"),
+        (latent_call(v_cache=VALUES), "values are the first columns of their keys"),
+        (latent_call(**NARROW, latent=256, v_cache=view(E4M3, PAGES, PAGE, 256)), "values are the first columns"),
+    ],
+)
+def test_other_values_are_refused(planner: Runtime, given: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        make_plan(planner, given, device_facts=H200)
 
 
 def test_one_token_a_request(planner: Runtime) -> None:

@@ -56,6 +56,15 @@ def test_the_constraint_holds_of_the_axes(decode: Callable[..., Any], tmp_path: 
     assert axes["head_dim_qk"] == axes["kv_lora_rank"] + axes["qk_rope_head_dim"] == 320
 
 
+def test_values_in_memory_of_their_own_are_an_input(decode: Callable[..., Any], tmp_path: Path) -> None:
+    narrow = ("float8_e4m3fn", "float8_e4m3fn", "bfloat16")
+    with Recorder(tmp_path):
+        decode(latent_call(dtypes=narrow, v_cache=view("float8_e4m3fn", 100, 64, 512, pointer=0x7F0020000000)))
+    (found,) = definitions(tmp_path)
+    assert found["inputs"]["v_cache"]["shape"] == ["pages", "page_size", "kv_lora_rank"]
+    assert "v_cache[:, :, None]" in found["reference"]
+
+
 def test_ragged_and_dense_are_told_apart(decode: Callable[..., Any], tmp_path: Path) -> None:
     with Recorder(tmp_path):
         decode()

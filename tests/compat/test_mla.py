@@ -397,8 +397,25 @@ def test_the_lowest_operator_takes_rows_of_every_width(
     assert (sent(standin)["q_head_stride"], sent(standin)["out_head_stride"]) == (latent + rope, latent)
 
 
+@pytest.mark.parametrize("columns", [576, LATENT])
+@pytest.mark.parametrize("shape", [(PAGES, PAGE), (PAGES, 1, PAGE), (PAGES, PAGE, 1)])
+def test_the_lowest_operator_takes_values_in_memory_of_their_own(
+    standin: StandIn, memory: MadeUpMemory, shape: tuple[int, ...], columns: int
+) -> None:
+    keys, values = memory.tensor("float8_e4m3fn", *shape, 576), memory.tensor("float8_e4m3fn", *shape, columns)
+    q = memory.tensor("float8_e4m3fn", 4, 1, HEADS, 576)
+    flashinfer.xqa_mla(**xqa_mla_arguments(memory, q=q, k_cache=keys, v_cache=values))
+    maps = [call.seen for call in standin.calls("cuTensorMapEncodeTiled")]
+    assert {int(seen["address"], 0) for seen in maps} == {keys.pointer, values.pointer}
+    assert "separate_values" in standin.calls("cuLaunchKernelEx")[-1].seen["symbol"]
+
+
 LOWEST: list[tuple[dict[str, Any], str]] = [
     ({"v_cache": tensor("bfloat16", PAGES, PAGE, 576)}, "v_cache: other memory than k_cache"),
+    (
+        {"v_cache": tensor("bfloat16", PAGES, PAGE, 64)},
+        "v_cache: shape .*, expected 576 columns, like k_cache, or its latent ones",
+    ),
     ({"page_size": 32}, "page_size=32: k_cache has 64"),
     ({"sm_count": 7}, "sm_count=7"),
     ({"q": tensor("bfloat16", 4, 2, HEADS, 576)}, "q: shape"),

@@ -352,6 +352,14 @@ OTHER_MLA_OPTIONS = {**MLA_OPTIONS, "on": ("RTX", "GB10"), "types": ((FP8, FP8),
 # Rows without rope columns, and narrow ones.
 _OTHER_COLUMNS = ((512, 0), (256, 32), (128, 32))
 MLA_COLUMN_OPTIONS = {**MLA_OPTIONS, "columns": _OTHER_COLUMNS, "backend": ("auto", "native")}
+# Values in memory of their own, in strides of their own.
+SEPARATE_MLA_OPTIONS = {
+    **MLA_OPTIONS,
+    "columns": ((512, 64),),
+    "types": ((FP8, FP8),),
+    "values": ("dense", "padded"),
+    "backend": ("auto", "native"),
+}
 OTHER_MLA_COLUMN_OPTIONS = {**OTHER_MLA_OPTIONS, "columns": _OTHER_COLUMNS, "backend": ("native",)}
 
 
@@ -381,6 +389,8 @@ def mla(draw: Draw) -> dict[str, Any]:
         "enable_pdl": draw["enable_pdl"],
         "backend": draw["backend"],
     }
+    if "values" in draw:
+        call["v_cache"] = tensor("v", kv, *shape[:-1], latent, pad=64 if draw["values"] == "padded" else 0)
     if draw["lse_rows"]:
         call["lse"] = rows_of_tokens("lse", "float32", lead, heads, 0, draw["lse_rows"])
     if ragged:

@@ -67,6 +67,7 @@ FAMILIES = {
     "e4m3 context attention": Family(160, prefill.E4M3_OPTIONS, prefill.context_attention),
     "mla columns": Family(160, cases.MLA_COLUMN_OPTIONS, cases.mla),
     "mla columns elsewhere": Family(60, cases.OTHER_MLA_COLUMN_OPTIONS, cases.mla),
+    "mla of separate values": Family(80, cases.SEPARATE_MLA_OPTIONS, cases.mla),
 }
 
 

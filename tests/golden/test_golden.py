@@ -39,6 +39,7 @@ FAMILIES = (
     "mla columns",
     "mla columns elsewhere",
     "mla elsewhere",
+    "mla of separate values",
     "xqa mla elsewhere",
     "sparse mla",
 )

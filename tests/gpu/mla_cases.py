@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -21,7 +21,8 @@ class MlaCase(Queries):
     """Sizes and options of one MLA decode; fields that ``DecodeCase`` has too mean the same.
 
     ``strided`` puts gaps between tokens of q and out and between rows of the cache; ``nested`` gives the cache its
-    dimension of one head. ``portable``: by the kernel that is built for several SMs, not by one for this SM alone.
+    dimension of one head. ``separate_values``: they do not lie in their keys. ``portable``: by the kernel that is built
+    for several SMs, not by one for this SM alone.
     """
 
     lengths: tuple[int, ...]
@@ -51,6 +52,7 @@ class MlaCase(Queries):
     flat_q: bool = True
     unsigned: bool = False
     portable: bool = False
+    separate_values: bool = False
     spare_columns: int = 0
     spare_pages: int = 3
 
@@ -88,11 +90,15 @@ class MlaCase(Queries):
 
 @dataclass(frozen=True, slots=True)
 class MlaRequest:
-    """One request's own content, bits: q ``[q_len, heads, width]``, kv ``[kv_len, width]``, mask words."""
+    """One request's own content, bits: q ``[q_len, heads, width]``, kv ``[kv_len, width]``, mask words.
+
+    ``separate``: values ``[kv_len, latent]`` that do not lie in their keys.
+    """
 
     q: np.ndarray
     kv: np.ndarray
     mask: np.ndarray | None
+    separate: np.ndarray | None = None
 
     @property
     def kv_len(self) -> int:
@@ -101,7 +107,10 @@ class MlaRequest:
 
 @dataclass(frozen=True, slots=True)
 class MlaHost:
-    """A case on the host; ``pool`` is the memory of the cache ``[pages, page_size, columns]``, gaps and all."""
+    """A case on the host; ``pool`` is the memory of the cache ``[pages, page_size, columns]``, gaps and all.
+
+    ``value_pool`` is that of values in memory of their own.
+    """
 
     requests: tuple[MlaRequest, ...]
     q: np.ndarray
@@ -112,6 +121,7 @@ class MlaHost:
     mask: np.ndarray | None
     sinks: np.ndarray | None
     kv_scales: None = None  # MLA decode has none
+    value_pool: np.ndarray | None = None
 
 
 def mla_request(case: MlaCase, rng: np.random.Generator, kv_len: int, q_len: int) -> MlaRequest:
@@ -120,7 +130,13 @@ def mla_request(case: MlaCase, rng: np.random.Generator, kv_len: int, q_len: int
         q=normal_bits(case.q_dtype, rng, (q_len, case.heads, case.width)),
         kv=normal_bits(case.kv_dtype, rng, (kv_len, case.width)),
         mask=mask_words(case.mask, rng, q_len),
+        separate=normal_bits(case.kv_dtype, rng, (kv_len, case.latent)) if case.separate_values else None,
     )
+
+
+def values_of_keys(case: MlaCase, request: MlaRequest) -> np.ndarray:
+    """The values ``[kv_len, latent]`` of a request."""
+    return values_of(case.kv_dtype, request.kv[:, : case.latent] if request.separate is None else request.separate)
 
 
 def mla_sinks(case: MlaCase, rng: np.random.Generator) -> np.ndarray | None:
@@ -149,16 +165,20 @@ def assemble_mla(
     used = [-(-len(request.kv) // case.page_size) for request in distinct]
     pages = max(1, sum(used) + case.spare_pages if pages is None else pages)
     kind = KINDS[case.kv_dtype]
-    pool = np.full((pages, case.page_size, case.width + GAP * case.strided), kind.nan, kind.bits)
+    gap = GAP * case.strided
+    pool = np.full((pages, case.page_size, case.width + gap), kind.nan, kind.bits)
+    value_pool = np.full((pages, case.page_size, case.latent + gap), kind.nan, kind.bits)
     columns = max(1, -(-case.max_seq_len // case.page_size)) + case.spare_columns
     table = np.full((len(requests), columns), -1, dtype=np.int32)
     order, taken = rng.permutation(pages).astype(np.int32), 0
     for request, count in zip(distinct, used, strict=True):
         own = order[taken : taken + count]
         taken += count
-        padded = np.full((count * case.page_size, case.width), kind.nan, kind.bits)
-        padded[: len(request.kv)] = request.kv
-        pool[own, :, : case.width] = padded.reshape(count, case.page_size, case.width)
+        for memory, rows in ((pool, request.kv), (value_pool, request.separate)):
+            if rows is not None:
+                padded = np.full((count * case.page_size, rows.shape[1]), kind.nan, kind.bits)
+                padded[: len(rows)] = rows
+                memory[own, :, : rows.shape[1]] = padded.reshape(count, case.page_size, rows.shape[1])
         for b in (b for b, other in enumerate(requests) if other is request):
             table[b, :count] = own
     words = np.uint32 if case.unsigned else np.int32
@@ -175,6 +195,7 @@ def assemble_mla(
         q_cu_seq_lens=None if case.q_lens is None else np.cumsum([0, *q_lens]).astype(words),
         mask=np.concatenate([*masks, np.zeros(spare, np.uint64)]) if case.mask != "none" else None,
         sinks=sinks,
+        value_pool=value_pool if case.separate_values else None,
     )
 
 
@@ -184,8 +205,10 @@ def mla_reference_of(case: MlaCase, host: MlaHost) -> tuple[np.ndarray, np.ndarr
     place = {id(request): i for i, request in enumerate(distinct)}
     longest = max(1, *(len(request.kv) for request in distinct))
     cache = np.zeros((len(distinct), longest, case.width), np.float32)
-    for own, request in zip(cache, distinct, strict=True):
+    values = np.zeros((len(distinct), longest, case.latent), np.float32)
+    for own, own_values, request in zip(cache, values, distinct, strict=True):
         own[: len(request.kv)] = values_of(case.kv_dtype, request.kv)
+        own_values[: len(request.kv)] = values_of_keys(case, request)
     tokens = sum(len(request.q) for request in host.requests)
     return mla_decode_reference(
         values_of(case.q_dtype, host.q[:tokens]),
@@ -198,13 +221,14 @@ def mla_reference_of(case: MlaCase, host: MlaHost) -> tuple[np.ndarray, np.ndarr
         q_cu_seq_lens=None if host.q_cu_seq_lens is None else host.q_cu_seq_lens.astype(np.int32),
         mask=None if host.mask is None else host.mask[:tokens],
         sinks=host.sinks,
+        v_cache=values,
     )
 
 
 def mla_means(case: MlaCase, rng: np.random.Generator) -> MlaHost:
     """Requests whose queries are zero: every visible key weighs the same, so the output is the mean of its values."""
     requests = [mla_request(case, rng, *lens) for lens in zip(case.lengths, case.query_lens, strict=True)]
-    zeroed = [MlaRequest(np.zeros_like(request.q), request.kv, request.mask) for request in requests]
+    zeroed = [replace(request, q=np.zeros_like(request.q)) for request in requests]
     return assemble_mla(case, zeroed, rng, mla_sinks(case, rng))
 
 
@@ -217,7 +241,7 @@ def mla_means_of(case: MlaCase, host: MlaHost) -> tuple[np.ndarray, np.ndarray, 
     outs, lses, errors = [], [], []
     for request in host.requests:
         seen = visible_keys(len(request.kv), len(request.q), request.mask).astype(np.float64)
-        values = values_of(case.kv_dtype, request.kv)[:, : case.latent].astype(np.float64)
+        values = values_of_keys(case, request).astype(np.float64)
         weight = seen.sum(axis=1)[:, None] + sinks
         share = np.divide(case.output_scale, weight, out=np.zeros_like(weight), where=weight > 0)
         outs.append((seen @ values)[:, None] * share[..., None])

@@ -31,6 +31,8 @@ class MlaDeviceCase(DeviceCase):
         self.out_buffer, out = output_view(case, arrays, case.latent)
         self.tensors = (*_inputs(case, host, arrays), out, lse_view(case, arrays))
         self.options = options_of(case, host, arrays, (case.heads,) if case.flat_q else (1, case.heads))
+        if host.value_pool is not None:
+            self.options["v_cache"] = _cache(case, host.value_pool, case.latent, arrays)
         with only_kernels(runtime, {kernel.name for kernel in kernels_for(case, mla_kernels(runtime))}, OPERATION):
             self.plan: MlaDecodePlan = plan_mla_decode(
                 *self.tensors,
@@ -56,7 +58,7 @@ class MlaDeviceCase(DeviceCase):
 
     @staticmethod
     def pools_of(host: MlaHost) -> tuple[np.ndarray, ...]:
-        return (host.pool,)
+        return (host.pool,) if host.value_pool is None else (host.pool, host.value_pool)
 
 
 @contextmanager
@@ -102,13 +104,18 @@ def mla_types(runtime: Runtime) -> dict[str, tuple[str, ...]]:
 
 def _inputs(case: MlaCase, host: MlaHost, arrays: DeviceArrays) -> tuple[TensorView, ...]:
     word = "uint32" if case.unsigned else "int32"
-    pages, page, columns = host.pool.shape
-    shape, strides = (pages, page, case.width), (page * columns, columns, 1)
-    if case.nested:
-        shape, strides = (pages, 1, page, case.width), (strides[0], strides[0], *strides[1:])
     return (
         tokens_view(case, KINDS[case.q_type].view, arrays.upload(with_gaps(case, host.q)), case.width),
-        TensorView(arrays.upload(host.pool), KINDS[case.kv_dtype].view, shape, strides),
+        _cache(case, host.pool, case.width, arrays),
         TensorView.contiguous(arrays.upload(host.page_table), "int32", host.page_table.shape),
         TensorView.contiguous(arrays.upload(host.seq_lens), word, host.seq_lens.shape),
     )
+
+
+def _cache(case: MlaCase, pool: np.ndarray, width: int, arrays: DeviceArrays) -> TensorView:
+    """The first ``width`` columns of a pool's rows."""
+    pages, page, columns = pool.shape
+    shape, strides = (pages, page, width), (page * columns, columns, 1)
+    if case.nested:
+        shape, strides = (pages, 1, page, width), (strides[0], strides[0], *strides[1:])
+    return TensorView(arrays.upload(pool), KINDS[case.kv_dtype].view, shape, strides)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from cubin_runtime.kernels.native.mla.select import COLUMNS
+from cubin_runtime.kernels.native.mla.select import COLUMNS, SEPARATE_COLUMNS
 from tests.gpu.decode_cases import edge_lengths
 from tests.gpu.decode_masks import MASKS
 from tests.gpu.mla_cases import MlaCase
@@ -56,6 +56,12 @@ def random_mla_case(rng: np.random.Generator, types: Mapping[str, Sequence[str]]
     draw |= fixed
     draw["q_dtype"] = fixed.get("q_dtype") or _one(rng, types[draw["kv_dtype"]])
     draw["portable"] = fixed.get("portable", draw["q_dtype"] == "e4m3" and _flag(rng))
+    takes_separate = (draw["latent"], draw["rope"]) == SEPARATE_COLUMNS and draw["q_dtype"] == draw[
+        "kv_dtype"
+    ] == "e4m3"
+    draw["separate_values"] = fixed.get(
+        "separate_values", takes_separate and not draw["portable"] and bool(rng.random() < 0.3)
+    )
     span = int(rng.choice(SPANS, p=SPAN_ODDS))
     edges = edge_lengths(draw["page_size"], span)
     lengths = tuple(

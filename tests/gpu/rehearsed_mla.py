@@ -33,13 +33,18 @@ def mla_rehearsal(library: Path, store: Path) -> Iterator[RehearsalRuntime]:
 def decode_latent(p: Mapping[str, Any], traits: Mapping[str, Any], _: Sequence[int]) -> None:
     """What an MLA kernel does with its parameters, clamping included; ``kv_map`` is the descriptor's specification."""
     kv, q_type, out_type = str(traits["dtype"]), TYPES[p["q_type"]], TYPES[p["out_type"]]
-    heads, latent, page, spec = p["heads"], int(traits["latent"]), 1 << p["page_size_log2"], p["kv_map"]
+    heads, latent, page = p["heads"], int(traits["latent"]), 1 << p["page_size_log2"]
     width = latent + int(traits["rope"])
-    assert spec.dims == (width, page, p["num_pages"])
     item = np.dtype(KINDS[kv].bits).itemsize
-    assert spec.dtype == {"bf16": "bfloat16", "e4m3": "uint8"}[kv]
-    strides = (spec.strides[1] // item, spec.strides[0] // item, 1)
-    cache = memory(spec.address, KINDS[kv].bits, (p["num_pages"], page, width), strides)
+
+    def cache_of(spec: Any, columns: int) -> np.ndarray:
+        assert spec.dims == (columns, page, p["num_pages"])
+        assert spec.dtype == {"bf16": "bfloat16", "e4m3": "uint8"}[kv]
+        strides = (spec.strides[1] // item, spec.strides[0] // item, 1)
+        return memory(spec.address, KINDS[kv].bits, (p["num_pages"], page, columns), strides)
+
+    cache = cache_of(p["kv_map"], width)
+    values = cache_of(p["v_map"], latent) if traits.get("separate_values") else cache[..., :latent]
 
     def of_tokens(name: str, dtype: Any, last: tuple[int, ...]) -> np.ndarray:
         steps = (p[f"{name}_token_stride"], p[f"{name}_head_stride"], 1)[: 2 + len(last)]
@@ -67,11 +72,12 @@ def decode_latent(p: Mapping[str, Any], traits: Mapping[str, Any], _: Sequence[i
         keys = np.arange(length)
         pages = table[b, keys // page]
         status |= np.uint32(4 * bool(((pages < 0) | (pages >= p["num_pages"])).any()))
-        own = values_of(kv, cache[np.clip(pages, 0, p["num_pages"] - 1), keys % page]).astype(np.float64)[:, None]
+        at_keys = np.clip(pages, 0, p["num_pages"] - 1), keys % page
+        own, own_values = (values_of(kv, part[at_keys]).astype(np.float64)[:, None] for part in (cache, values))
         queries = values_of(q_type, np.ascontiguousarray(q[begin : begin + rows])).astype(np.float64)
         for i in range(rows):
             at = np.flatnonzero(seen[i])
-            row, row_lse = attend(queries[i], own[at], own[at][..., :latent], logits, sinks)
+            row, row_lse = attend(queries[i], own[at], own_values[at], logits, sinks)
             out[begin + i] = bits_of(out_type, row * factor)
             if lse is not None:
                 lse[begin + i] = row_lse + shift * rehearsed_decode.show_arithmetic

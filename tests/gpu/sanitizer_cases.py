@@ -40,8 +40,8 @@ from tests.gpu.sanitizer_copying import copying_all
 from tests.gpu.sanitizer_sparse_mla import sparse_mla_all
 
 BUILT = Path(__file__).resolve().parents[2] / "build" / "artifacts"
-MOST_CASES = 186
-MLA_CASES = 60
+MOST_CASES = 188
+MLA_CASES = 62
 MOST_TRIES = 60  # to find cases that take a kernel
 LSES = ((3, 5), (33, 64))
 # Tiles shared by CTAs with a ragged end, empty requests, fewer keys than queries, a length of one.
@@ -157,6 +157,7 @@ def _mla_takes(kernel: NativeKernel, case: MlaCase, kernels: list[NativeKernel],
         ragged=case.q_lens is not None,
         max_seq_len=case.max_seq_len,
         batch_invariant=case.batch_invariant,
+        separate_values=case.separate_values,
     )
     return select_mla_decode(kernels_for(case, kernels), shape, device).kernel == kernel
 
@@ -180,6 +181,7 @@ def _mla_spread(kernel: NativeKernel, index: int) -> MlaCase:
         batch_invariant=index % 3 == 0,
         pdl=index % 7 == 0,
         portable=is_portable(kernel),
+        separate_values=bool(traits.get("separate_values")),
     )
     ragged = index % 4 == 1
     q_lens = tuple((q_len, 0, 1, q_len)[i % 4] for i in range(len(lengths)))

@@ -27,6 +27,7 @@ TYPES = {
     "e4m3": {"kv_dtype": "e4m3", "q_dtype": "e4m3"},
     "e4m3, portable": {"kv_dtype": "e4m3", "q_dtype": "e4m3", "portable": True},
 }
+SEPARATE = {"kv_dtype": "e4m3", "q_dtype": "e4m3", "separate_values": True}
 MODES = {"default": {}, "invariant": {"batch_invariant": True}} | {n: TYPES[n] for n in ("e4m3", "e4m3, portable")}
 
 
@@ -159,6 +160,22 @@ def test_other_columns_match_float64(
     # Splits that CTAs merge, and more work tiles than CTAs.
     assert_case(runtime, replace(wanted, lengths=(20_000, 7, 3000), max_seq_len=20_000, heads=128), rng)
     assert_case(runtime, replace(wanted, lengths=(9000, 130), max_seq_len=9000, heads=16), rng)
+    many = tuple(int(n) for n in rng.integers(0, 200, size=300))
+    assert_case(runtime, replace(wanted, lengths=many, max_seq_len=200, heads=96), rng)
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_values_in_memory_of_their_own_match_float64(
+    runtime: Runtime, rng: np.random.Generator, page_size: int, batch_invariant: bool
+) -> None:
+    wanted = MlaCase(EDGES, 1024, page_size=page_size, batch_invariant=batch_invariant, **SEPARATE)
+    for heads, q_len, strided in ((1, 1, False), (16, 1, True), (128, 1, False), (5, 4, True), (64, 16, False)):
+        one = replace(wanted, heads=heads, q_len=q_len, strided=strided, mask="tree", sinks=strided, nested=strided)
+        assert_case(runtime, one, rng)
+        assert_means(runtime, replace(one, out_dtype="fp16"), rng)
+    # Splits that CTAs merge, and more work tiles than CTAs.
+    assert_case(runtime, replace(wanted, lengths=(20_000, 7, 3000), max_seq_len=20_000, heads=128), rng)
     many = tuple(int(n) for n in rng.integers(0, 200, size=300))
     assert_case(runtime, replace(wanted, lengths=many, max_seq_len=200, heads=96), rng)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -54,6 +55,7 @@ def test_means_come_out(runtime: RehearsalRuntime, rng: np.random.Generator, mas
         lambda r, g: plain.test_every_query_length_matches_float64(r, g, 2),
         lambda r, g: plain.test_every_dtype_matches_float64(r, g, "e4m3", "fp16", True),
         lambda r, g: plain.test_an_fp8_output_saturates(r, g, "e4m3, portable"),
+        lambda r, g: plain.assert_case(r, replace(plain.SMALL, q_len=2, strided=True, **plain.SEPARATE), g),
         lambda r, g: plain.test_queries_of_any_magnitude_beside_an_e4m3_cache(r, g, 3e4),
         lambda r, g: plain.test_values_of_any_magnitude_in_parts(r, g, 16, False, 2.0**100),
         lambda r, g: plain.test_large_logits_stay_finite(r, g, -2.0, "bf16"),

@@ -102,16 +102,22 @@ def test_ragged_queries(runtime: Runtime, rng: np.random.Generator, max_q_len: i
     assert_right(RAGGED, host, out, lse / np.log(2))  # FlashInfer's kernel for ragged queries gives it in base e
 
 
-@pytest.mark.parametrize("name", ["bf16", "16 heads, 4-dimensional cache", "e4m3 cache"])
+SEPARATE = replace(PLAIN, kv_dtype="e4m3", q_dtype="e4m3", heads=128, separate_values=True, output_scale=0.5)
+
+
+@pytest.mark.parametrize("name", ["bf16", "16 heads, 4-dimensional cache", "e4m3 cache", "values elsewhere"])
 def test_the_lowest_operator(runtime: Runtime, rng: np.random.Generator, name: str) -> None:
-    case = DENSE[name]
+    case = {**DENSE, "values elsewhere": SEPARATE}[name]
     host = mla_host(case, rng)
     given = tensors_of(case, host)
+    values = given["kv_cache"][..., : case.latent]
+    if host.value_pool is not None:
+        values = device_tensor(case.kv_dtype, host.value_pool)
     out = torch.full((case.batch, 1, case.heads, case.latent), torch.nan, dtype=torch.bfloat16, device="cuda")
     ours.xqa_mla(
         given["query"],
         given["kv_cache"],
-        given["kv_cache"][..., : case.latent],
+        values,
         given["block_tables"],
         given["seq_lens"].view(torch.uint32)[:, None],
         out,

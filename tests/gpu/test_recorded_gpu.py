@@ -40,8 +40,20 @@ def test_a_decode_is_recorded_and_replayed(
     assert report.same_bits or not CASES[name].batch_invariant  # others may merge their partials as they come
 
 
-def test_an_mla_decode_is_recorded_and_replayed(runtime: Runtime, rng: np.random.Generator, tmp_path: Path) -> None:
-    with mla_on_device(runtime, MlaCase((65, 1, 0, 100), 128), rng) as here, CallRecorder(tmp_path) as recorder:
+LATENT = {
+    "plain": MlaCase((65, 1, 0, 100), 128),
+    "values elsewhere": MlaCase((65, 1, 0, 100), 128, kv_dtype="e4m3", q_dtype="e4m3", separate_values=True),
+}
+
+
+@pytest.mark.parametrize("name", LATENT)
+def test_an_mla_decode_is_recorded_and_replayed(
+    runtime: Runtime, rng: np.random.Generator, tmp_path: Path, name: str
+) -> None:
+    with (
+        mla_on_device(runtime, LATENT[name], rng) as here,
+        CallRecorder(tmp_path) as recorder,
+    ):
         here.run()
     report = replay_call(recorder.files[0], runtime=runtime)
     assert (report.ok, report.no_reference) == (True, "")

@@ -25,8 +25,11 @@ def test_decodes_are_replayed(runtime: RehearsalRuntime, rng: np.random.Generato
     real.test_a_decode_is_recorded_and_replayed(runtime, rng, tmp_path, name)
 
 
-def test_mla_decodes_are_replayed(runtime: RehearsalRuntime, rng: np.random.Generator, tmp_path: Path) -> None:
-    real.test_an_mla_decode_is_recorded_and_replayed(runtime, rng, tmp_path)
+@pytest.mark.parametrize("name", real.LATENT)
+def test_mla_decodes_are_replayed(
+    runtime: RehearsalRuntime, rng: np.random.Generator, tmp_path: Path, name: str
+) -> None:
+    real.test_an_mla_decode_is_recorded_and_replayed(runtime, rng, tmp_path, name)
 
 
 def test_wrong_results_are_found(runtime: RehearsalRuntime, rng: np.random.Generator, tmp_path: Path) -> None:

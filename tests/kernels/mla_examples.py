@@ -46,6 +46,23 @@ KERNELS = (*WIDE, *FEW)
 OTHER_COLUMNS = tuple(kernel(*columns) for columns in ((512, 64, 0), (512, 16, 0), (256, 64, 32), (128, 64, 32)))
 
 
+# For values that do not lie in their keys.
+SEPARATE = replace(
+    kernel(),
+    name="mla_separate_values_sm90a",
+    symbol="mla_separate_values",
+    file="mla/mla_separate_values_sm90a.cubin",
+    struct="PagedMlaDecodeValuesParams",
+    traits={
+        **kernel().traits,
+        "dtype": "e4m3",
+        "q_dtypes": "e4m3",
+        "swizzle": "64B",
+        "separate_values": True,
+    },
+)
+
+
 def portable(latent: int, sm: str) -> NativeKernel:
     """A kernel for several SMs, with e4m3 queries and cache and tiles of 32 keys."""
     name = f"mla_portable_latent{latent}"

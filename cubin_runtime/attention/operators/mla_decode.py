@@ -19,10 +19,11 @@ from ...kernels.native.mla.select import (
 )
 from ...launch.driver import DeviceFacts
 from ...launch.semaphore_workspace import AnyWorkspace
+from ...tensor import TensorView
 from ..attention_operator import SCALES, AttentionCall, AttentionOperator
 from ..backends import AUTO
 from ..call_sizes import CallSizes, Explained
-from ..checks import listed
+from ..checks import check_shape, listed
 from ..decode_rules import (
     GLOBAL_LENS,
     DecodeOptions,
@@ -34,7 +35,7 @@ from ..decode_rules import (
     problem_values,
 )
 from ..fast_path.operator_function import operator_function
-from ..latent_cache import KV_CACHE, LATENTS, OUT_DTYPES, Q_DTYPES, check_cache
+from ..latent_cache import KV_CACHE, LATENTS, OUT_DTYPES, Q_DTYPES, V_CACHE, check_cache
 from ..operator import Given, OutputForm, TensorArg, shape_of
 from ..paged_cache import check_table
 from ..pipeline import plan_call, run_call, torch_op
@@ -52,6 +53,7 @@ def _check(call: AttentionCall) -> None:
     check_cache(call.q, tensors["kv_cache"])
     page_size, _, width = tensors["kv_cache"].shape[1:]
     tensors.check_dtypes()
+    check_shape(V_CACHE.name, tensors.get(V_CACHE.name), (*tensors["kv_cache"].shape[:-1], LATENTS[width]))
     check_shapes(call, (*call.q.shape[:-1], LATENTS[width]), kv_heads=1)
     check_table(tensors["page_table"], call.batch)
     tensors.check_devices()
@@ -60,8 +62,15 @@ def _check(call: AttentionCall) -> None:
     check_options(call, page_size=page_size, kv_heads=1)
 
 
+def _strides(cache: TensorView) -> tuple[int, int]:
+    """Elements between pages and between tokens of a page."""
+    pages, page_size = cache.shape[:2]
+    # A dimension of size 1 may carry any stride; the descriptor wants a valid one.
+    return cache.strides[0] if pages > 1 else page_size * cache.strides[1], cache.strides[1]
+
+
 def _launches(call: AttentionCall, device: DeviceFacts, release: NativeRelease) -> Sequence[NativeLaunch[MlaSelection]]:
-    cache, options = call.tensors["kv_cache"], call.options
+    cache, values, options = call.tensors["kv_cache"], call.tensors.get(V_CACHE.name), call.options
     pages, page_size, _, width = cache.shape
     latent = LATENTS[width]
     problem = MlaProblem(
@@ -73,8 +82,8 @@ def _launches(call: AttentionCall, device: DeviceFacts, release: NativeRelease) 
         heads=call.q_heads,
         latent=latent,
         rope=width - latent,
-        # A dimension of size 1 may carry any stride; the descriptor wants a valid one.
-        cache_strides=(cache.strides[0] if pages > 1 else page_size * cache.strides[1], cache.strides[1]),
+        cache_strides=_strides(cache),
+        value_strides=None if values is None else _strides(values),
     )
     shape = problem.shape(ragged=call.ragged, batch_invariant=options.batch_invariant)
     selection = select_mla_decode(release.kernels, shape, device)
@@ -102,6 +111,7 @@ MLA_DECODE = AttentionOperator(
         (KV_CACHE,),
         TensorArg("out", OUT_DTYPES, alignment=16, stride_bytes=16, rows=True, written=True),
         GLOBAL_LENS,
+        V_CACHE,
     ),
     options=DecodeOptions,
     check=_check,
@@ -159,6 +169,7 @@ class MlaTensors(TypedDict):
     softmax_scale: Scale | None
     output_scale: Scale | None
     global_seq_lens: Tensor | None
+    v_cache: Tensor | None
 
 
 class MlaDecodePlan(StepPlan):
@@ -178,6 +189,7 @@ class MlaDecodePlan(StepPlan):
         mask: Tensor | None = None,
         sinks: Tensor | None = None,
         global_seq_lens: Tensor | None = None,
+        v_cache: Tensor | None = None,
         softmax_scale: Scale | None = None,
         output_scale: Scale | None = None,
         workspace: AnyWorkspace | None = None,
@@ -202,6 +214,7 @@ class MlaDecodePlan(StepPlan):
                 softmax_scale=softmax_scale,
                 output_scale=output_scale,
                 global_seq_lens=global_seq_lens,
+                v_cache=v_cache,
             ),
             workspace,
             stream,
@@ -225,6 +238,7 @@ def plan_mla_decode(
     mask: Tensor | None = None,
     sinks: Tensor | None = None,
     global_seq_lens: Tensor | None = None,
+    v_cache: Tensor | None = None,
     cp_world: int = 1,
     cp_rank: int = 0,
     cp_interleave: int = 1,
@@ -255,6 +269,7 @@ def plan_mla_decode(
         softmax_scale=softmax_scale,
         output_scale=output_scale,
         global_seq_lens=global_seq_lens,
+        v_cache=v_cache,
     )
     options = DecodeOptions(
         max_seq_len=max_seq_len,
@@ -284,6 +299,7 @@ def mla_decode(
     mask: Tensor | None = None,
     sinks: Tensor | None = None,
     global_seq_lens: Tensor | None = None,
+    v_cache: Tensor | None = None,
     cp_world: int = 1,
     cp_rank: int = 0,
     cp_interleave: int = 1,
@@ -328,6 +344,9 @@ def mla_decode(
         sinks: float32 ``[heads]``, contiguous: one logit per head that is added to the softmax denominator only. None:
             no sinks.
         global_seq_lens, cp_world, cp_rank, cp_interleave: keys divided over ranks, as for ``paged_decode``.
+        v_cache: values in memory of their own, ``[pages, page_size, latent]`` or ``[pages, 1, page_size, latent]``,
+            float8_e4m3fn, in the pages of their keys; only with 576 columns, queries and cache of float8_e4m3fn, on
+            compute capability 9.0. None: the latent columns of ``kv_cache``, which are then read once for both.
         batch_invariant: make the output of a request depend, bit for bit, only on its own tokens, keys and options, not
             on batch, bounds or grid.
         out: shaped like ``q`` with the latent columns alone, of dtype bfloat16, float16 or float8_e4m3fn (which
@@ -365,6 +384,7 @@ def mla_decode(
         softmax_scale=softmax_scale,
         output_scale=output_scale,
         global_seq_lens=global_seq_lens,
+        v_cache=v_cache,
     )
     options = DecodeOptions(
         max_seq_len=max_seq_len,

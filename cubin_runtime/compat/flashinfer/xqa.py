@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ...attention.attention_operator import default_scale
@@ -10,7 +11,7 @@ from ...attention.backends import XQA
 from ...attention.checks import check_dtype
 from ...attention.fast_path.notes import note_compared
 from ...attention.fast_path.operator_function import operator_function
-from ...attention.latent_cache import LATENTS
+from ...attention.latent_cache import LATENTS, SEPARATE_DTYPE
 from ...attention.operators.mla_decode import mla_decode
 from ...attention.operators.paged_decode import paged_decode
 from ...errors import UsageError
@@ -184,7 +185,8 @@ def xqa_mla(
             with an e4m3 cache.
         k_cache: ``[pages, page_size, columns]``, or with a dimension of 1 head before or after page_size; bf16 or
             e4m3.
-        v_cache: the same memory, whole or its first latent columns.
+        v_cache: the same memory, whole or its first latent columns; or other memory of the same shape, of which the
+            first latent columns are read, with 576 columns, e4m3 and e4m3 queries on compute capability 9.0.
         output: ``[batch, 1, heads, latent]`` or without the 1; bf16, fp16 or e4m3.
         page_size: must match ``k_cache``: 32, 64 or 128.
         q_scale, kv_scale: each a number or a float32 scalar on the device. Scores are multiplied by
@@ -210,7 +212,7 @@ def xqa_mla(
     )
     query, out, table = view_of(q, "q"), view_of(output, "output", written=True), view_of(page_table, "page_table")
     _check_multiprocessors(call, query.device)
-    cache = _shared_cache(view_of(k_cache, "k_cache"), view_of(v_cache, "v_cache"), call.page_size)
+    cache, values = _latent_caches(view_of(k_cache, "k_cache"), view_of(v_cache, "v_cache"), call.page_size)
     if len(query.shape) == 4 and query.shape[1] == 1:
         query = without(query, 1)
     if len(query.shape) != 3:
@@ -226,6 +228,7 @@ def xqa_mla(
         out,
         tokens=lengths.shape[0],
         max_seq_len=table.shape[1] * call.page_size,
+        v_cache=values,
     )
 
 
@@ -307,8 +310,8 @@ def _by_request(view: TensorView, name: str, q_len: int, ragged: bool) -> Tensor
     return view
 
 
-def _shared_cache(keys: TensorView, values: TensorView, page_size: int) -> TensorView:
-    """The latent cache that ``keys`` and ``values`` are views of."""
+def _latent_caches(keys: TensorView, values: TensorView, page_size: int) -> tuple[TensorView, TensorView | None]:
+    """The latent cache, and the values unless they are its first columns."""
     keys, values = _without_head(keys, page_size), _without_head(values, page_size)
     cache = latent_cache(keys, "k_cache")
     if cache.shape[2] != page_size:
@@ -316,11 +319,19 @@ def _shared_cache(keys: TensorView, values: TensorView, page_size: int) -> Tenso
     note_compared(values.pointer, keys.pointer)
     same = (values.pointer, values.dtype, values.device) == (keys.pointer, keys.dtype, keys.device)
     same = same and values.strides == keys.strides and values.shape[:-1] == keys.shape[:-1]
-    if not same or values.shape[-1] not in (keys.shape[-1], LATENTS.get(keys.shape[-1])):
+    latent = LATENTS.get(keys.shape[-1], 0)
+    if values.shape[-1:] not in ((keys.shape[-1],), (latent,)):
         raise UsageError(
-            "other memory than k_cache, expected the same latent cache or its first columns", argument="v_cache"
+            f"shape {values.shape}, expected {keys.shape[-1]} columns, like k_cache, or its latent ones",
+            argument="v_cache",
         )
-    return cache
+    if not same and keys.dtype != SEPARATE_DTYPE:
+        raise UsageError(
+            "other memory than k_cache, expected the same latent cache or its first columns unless both are "
+            f"{SEPARATE_DTYPE}",
+            argument="v_cache",
+        )
+    return cache, None if same else replace(values, shape=(*values.shape[:-1], latent))
 
 
 def _without_head(view: TensorView, page_size: int) -> TensorView:

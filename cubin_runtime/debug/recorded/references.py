@@ -201,7 +201,8 @@ def _mla_decode(inputs: _Inputs) -> Reference:
     q, rows = q.reshape(-1, *q.shape[-2:]), rows.reshape(*rows.shape[:2], rows.shape[-1])
     latent = inputs.call.tensors["out"].view.shape[-1]
     common, notes = _native(inputs, "kv_cache", rows.shape[1])
-    out, lse = mla_decode_reference(q, rows, latent=latent, **common)
+    values = inputs.array("v_cache").reshape(*rows.shape[:2], latent) if "v_cache" in inputs.call.tensors else None
+    out, lse = mla_decode_reference(q, rows, latent=latent, v_cache=values, **common)
     off = inputs.score_error(q, rows, common["softmax_scale"], "q", "kv_cache")
     return Reference(out, lse, tuple(notes), off, probability_dtype(inputs.call.tensors["kv_cache"].view.dtype))
 

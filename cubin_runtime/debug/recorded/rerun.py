@@ -106,12 +106,13 @@ def _run_paged_decode(call: RecordedCall, views: Mapping[str, TensorView], runti
 def _run_mla_decode(call: RecordedCall, views: Mapping[str, TensorView], runtime: Runtime) -> None:
     from ...attention.operators.mla_decode import MLA_DECODE, MlaDecodePlan
 
-    cache = views["kv_cache"]
-    if len(cache.shape) != 4:
-        raise UsageError(f"kv_cache: shape {cache.shape}, expected [pages, page_size, 1, width]")
-    shape, strides = (*cache.shape[:2], cache.shape[3]), (*cache.strides[:2], cache.strides[3])
-    arguments = {**views, "kv_cache": replace(cache, shape=shape, strides=strides)}
-    _run_native(call, arguments, runtime, MLA_DECODE, MlaDecodePlan)
+    caches = {name: view for name, view in views.items() if name in ("kv_cache", "v_cache")}
+    for name, cache in caches.items():
+        if len(cache.shape) != 4:
+            raise UsageError(f"{name}: shape {cache.shape}, expected [pages, page_size, 1, width]")
+        shape, strides = (*cache.shape[:2], cache.shape[3]), (*cache.strides[:2], cache.strides[3])
+        caches[name] = replace(cache, shape=shape, strides=strides)
+    _run_native(call, {**views, **caches}, runtime, MLA_DECODE, MlaDecodePlan)
 
 
 def _run_context_attention(call: RecordedCall, views: Mapping[str, TensorView], runtime: Runtime) -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from ...attention.attention_operator import AttentionCall
 from ...dtypes import DTYPES
+from ...tensor import TensorView
 from .decode import decode_tags, mask_axes, option_numbers, option_tensors
 from .references import of_attention, run_of
 from .schema import (
@@ -24,15 +25,18 @@ def traced_mla_decode(call: AttentionCall) -> TracedCall:
     """A call of ``mla_decode``."""
     q, tensors, options = call.q, call.tensors, call.options
     rows, out, lse, given_sinks = tensors["kv_cache"], tensors["out"], tensors.get("lse"), tensors.get("sinks")
-    pages, page_size, _, width = rows.shape
-    cache = replace(rows, shape=(pages, page_size, width), strides=(*rows.strides[:2], rows.strides[3]))
+    width = rows.shape[-1]
+    cache = _without_head(rows)
     tokens: tuple[Axis, ...] = ("tokens",) if call.ragged else ("batch", "q_len")[: len(q.shape) - 2]
+    values = tensors.get("v_cache")
     inputs: list[Tensor | Scalar] = [
         Tensor("q", q, (*tokens, _HEADS, _WIDTH)),
         Tensor("kv_cache", cache, ("pages", Constant("page_size"), _WIDTH), "latent columns, then rope columns"),
         Tensor("page_table", tensors["page_table"], ("batch", "columns")),
         Tensor("seq_lens", tensors["seq_lens"], ("batch",), "keys, those of the query tokens among them"),
     ]
+    if values is not None:
+        inputs.append(Tensor("v_cache", _without_head(values), ("pages", Constant("page_size"), _LATENT)))
     sinks: tuple[Axis, ...] = (_HEADS,)
     if given_sinks is not None and len(given_sinks.shape) == 2:
         sinks = (Constant("one"), _HEADS)
@@ -58,7 +62,7 @@ def traced_mla_decode(call: AttentionCall) -> TracedCall:
             inputs,
             {
                 "k_cache": "kv_cache[:, :, None]",
-                "v_cache": f"kv_cache[:, :, None, :{out.shape[-1]}]",
+                "v_cache": f"kv_cache[:, :, None, :{out.shape[-1]}]" if values is None else "v_cache[:, :, None]",
                 "window_left": "-1",
                 **of_attention(outputs),
             },
@@ -72,3 +76,8 @@ def traced_mla_decode(call: AttentionCall) -> TracedCall:
         tags=decode_tags(call),
         description=f"Latent attention of {form} query tokens over pages",
     )
+
+
+def _without_head(cache: TensorView) -> TensorView:
+    """A latent cache ``[pages, page_size, 1, columns]`` without its one head."""
+    return replace(cache, shape=(*cache.shape[:2], cache.shape[3]), strides=(*cache.strides[:2], cache.strides[3]))

@@ -74,7 +74,7 @@ DEVICE void load(const Params& p, const WorkRange& range, SharedStorage& shared)
                 for (int box = first; box < first + count; ++box) {
                     const uint32_t full = shared_address(&shared.full[b][box]);
                     mbarrier_arrive_expect_bytes(full, at.chunks << (chunk_log2 + ROW_BYTES_LOG2));
-                    tma_load_box(p, at, chunk_log2, box, shared_address(shared.kv[b][box]), full, policy);
+                    tma_load_box(&p.kv_map, at, chunk_log2, box, shared_address(shared.kv[b][box]), full, policy);
                 }
             };
             if (ROPE_BOXES > 0 && warp == 0) {

@@ -31,7 +31,7 @@ DEVICE void load_values(uint32_t (&raw)[4], uint32_t lane_offset, int group) {
 DEVICE uint32_t lane_offset_in_tile() {
     const int lane = threadIdx.x % 32, token = lane % 16;
     const int column = threadIdx.x / 32 * WARP_COLUMNS, chunk = column % BOX_COLUMNS / CHUNK + lane / 16;
-    return column / BOX_COLUMNS * RAW_BOX_BYTES + token * BOX_COLUMNS + (chunk ^ (token / 2 % 4)) * CHUNK;
+    return (FIRST_VALUE_BOX + column / BOX_COLUMNS) * RAW_BOX_BYTES + token * BOX_COLUMNS + (chunk ^ (token / 2 % 4)) * CHUNK;
 }
 
 // Pairs of columns of two tokens.

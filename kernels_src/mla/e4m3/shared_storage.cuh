@@ -12,8 +12,12 @@ namespace paged_mla_decode {
 // time of a tile follows from the keys that are in flight.
 constexpr int STAGE_KEYS = 16, TILE_STAGES = TILE_TOKENS / STAGE_KEYS;
 constexpr int LIST_WARPS = 2;  // of which each fills every second stage
+#elif SEPARATE_VALUES
+constexpr int STAGES = 2;
+constexpr int FIRST_VALUE_BOX = BOXES, TILE_BOXES = BOXES + VALUE_BOXES;
 #else
 constexpr int STAGES = LATENT > 256 ? (Q_E4M3 ? 5 : 3) : (Q_E4M3 ? 8 : 7);  // of e4m3 tiles
+constexpr int FIRST_VALUE_BOX = 0, TILE_BOXES = BOXES;
 #endif
 constexpr int P_STAGES = SCALED ? 2 : 3;  // of P
 constexpr int RAW_BOX_BYTES = TILE_TOKENS * BOX_COLUMNS;
@@ -65,7 +69,7 @@ struct SharedStorage {
     uint32_t tile[STAGES];  // keys of the stage's tile, and LAST_TILE
     int slots[LIST_WARPS][SLOT_RING];  // rows that are still to be copied, in a ring
 #else
-    alignas(1024) char kv[STAGES][BOXES][RAW_BOX_BYTES];
+    alignas(1024) char kv[STAGES][TILE_BOXES][RAW_BOX_BYTES];
 #endif
     alignas(1024) char q[QUERY_BOXES][QUERY_BOX_BYTES];
     TileHandoff handoff[P_STAGES];

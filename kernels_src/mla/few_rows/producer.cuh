@@ -32,7 +32,7 @@ DEVICE void load(const Params& p, const WorkRange& range, SharedStorage& shared)
                 for (int i = 0; i < (BOXES + PRODUCER_WARPS - 1) / PRODUCER_WARPS; ++i)
                     if (i < boxes)
                         tma_load_box(
-                            p, at, chunk_log2, warp + i * PRODUCER_WARPS,
+                            &p.kv_map, at, chunk_log2, warp + i * PRODUCER_WARPS,
                             shared_address(shared.stages[kv_state.index]) + (warp + i * PRODUCER_WARPS) * BOX_BYTES,
                             full, policy);
             }

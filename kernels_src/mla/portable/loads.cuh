@@ -25,7 +25,7 @@ struct TileLoads {
             mbarrier_arrive_expect_bytes(full, BOXES * at.chunks << (chunk_log2 + ROW_BYTES_LOG2));
 #pragma unroll 1
             for (int box = 0; box < BOXES; ++box)
-                tma_load_box(p, at, chunk_log2, box, shared_address(shared.kv[stage.index][box]), full, policy);
+                tma_load_box(&p.kv_map, at, chunk_log2, box, shared_address(shared.kv[stage.index][box]), full, policy);
         }
         __syncwarp();
         stage.advance();

@@ -38,7 +38,15 @@ def integers(*values: int) -> bytes:
 
 
 @pytest.mark.parametrize(
-    "call", [decode_call(), decode_call(ragged=True), mla_call(), context_call(), context_call(even=True)]
+    "call",
+    [
+        decode_call(),
+        decode_call(ragged=True),
+        mla_call(),
+        mla_call(separate_values=True),
+        context_call(),
+        context_call(even=True),
+    ],
 )
 def test_a_right_output_is_within_tolerance(call: RecordedCall, file: Path) -> None:
     report = replayed(call, file)
@@ -55,6 +63,12 @@ def test_a_wrong_row_is_named(file: Path) -> None:
     assert not report.ok
     assert (report.recorded[0].wrong, report.recorded[0].first) == (1, (1, 1))
     assert "1 of 4 rows are off, the first at token 1, head 1: WRONG" in str(report)
+
+
+def test_values_in_memory_of_their_own_count_for_the_output(file: Path) -> None:
+    call = mla_call(separate_values=True)
+    values = call.tensors["v_cache"].data
+    assert not replayed(changed(call, "v_cache", values[::-1]), file).ok
 
 
 def test_a_nan_is_wrong(file: Path) -> None:

@@ -18,6 +18,7 @@ from .select import MlaSelection, MlaShape
 class MlaProblem(Problem):
     """An MLA decode; ``cache_strides`` are elements between pages and tokens of a page of the latent cache.
 
+    ``value_strides`` are the same of values in memory of their own; None: they are the first columns of the cache.
     ``kv_dtype`` is ``bf16`` or ``e4m3``, q is ``bf16`` or, beside an e4m3 cache, ``e4m3``. Rows of q begin at multiples
     of 16 bytes, those of out at multiples of 8 elements.
     """
@@ -26,6 +27,7 @@ class MlaProblem(Problem):
     latent: int
     rope: int
     cache_strides: tuple[int, int]
+    value_strides: tuple[int, int] | None = None
 
     def shape(self, *, ragged: bool, batch_invariant: bool) -> MlaShape:
         """The shape that a kernel is chosen by."""
@@ -40,6 +42,7 @@ class MlaProblem(Problem):
             ragged=ragged,
             max_seq_len=self.max_seq_len,
             batch_invariant=batch_invariant,
+            separate_values=self.value_strides is not None,
         )
 
 
@@ -50,6 +53,12 @@ def mla_launch(selection: MlaSelection, problem: MlaProblem, file: KernelFile) -
     ``problem.NUMBERS``.
     """
     regions = mla_regions(selection, problem)
+    width = problem.latent + problem.rope
+    maps = {"kv_map": cache_descriptor(problem, selection.kernel, width, problem.cache_strides)}
+    caches = {"kv_map": "kv_cache"}
+    if problem.value_strides is not None:
+        maps["v_map"] = cache_descriptor(problem, selection.kernel, problem.latent, problem.value_strides)
+        caches["v_map"] = "v_cache"
     plan = native_plan(
         selection.kernel,
         file,
@@ -58,13 +67,13 @@ def mla_launch(selection: MlaSelection, problem: MlaProblem, file: KernelFile) -
         values={
             **problem.values(),
             **problem.dealing.values(),
-            "kv_map": cache_descriptor(problem, selection.kernel),
+            **maps,
             "heads": problem.heads,
             "cta_group_size": selection.cta_group_size,
             "splits": selection.splits,
             "slack_tiles": selection.slack_tiles,
         },
-        caches={"kv_map": "kv_cache"},
+        caches=caches,
         regions=regions,
         why=selection,
     )
@@ -78,14 +87,16 @@ def mla_regions(selection: MlaSelection, problem: MlaProblem) -> tuple[Region, .
     return scratch_regions(output_tiles, selection.splits, selection.ctas, statistics_bytes, out_bytes)
 
 
-def cache_descriptor(problem: MlaProblem, kernel: NativeKernel) -> TensorMapSpec:
+def cache_descriptor(
+    problem: MlaProblem, kernel: NativeKernel, columns: int, strides: tuple[int, int]
+) -> TensorMapSpec:
     """Boxes of the kernel's columns and the tokens of a tile that one page holds together."""
     dtype = BY_SHORT[problem.kv_dtype]
-    page, token = problem.cache_strides
+    page, token = strides
     return TensorMapSpec(
         dtype=dtype.map_type,
         address=0,
-        dims=(problem.latent + problem.rope, problem.page_size, problem.num_pages),
+        dims=(columns, problem.page_size, problem.num_pages),
         strides=(token * dtype.nbytes, page * dtype.nbytes),
         box=(int(kernel.traits["box_columns"]), min(problem.page_size, int(kernel.traits["tile_tokens"])), 1),
         element_strides=(1, 1, 1),

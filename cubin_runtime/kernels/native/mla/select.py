@@ -18,6 +18,8 @@ from ..selection import Candidate, Selection, number_of
 OPERATION = "paged_mla_decode"
 # Latent columns of a key, which are the value, and rope columns behind them. No two make rows of one width.
 COLUMNS = ((512, 64), (256, 64), (512, 0), (256, 32), (128, 32))
+# Those of keys whose values may lie in memory of their own.
+SEPARATE_COLUMNS = (512, 64)
 MAX_HEADS = 128
 MAX_QUERIES = 16
 PAGE_SIZES = (CONSTANTS.mla_min_page_tokens, 64, 128)
@@ -44,7 +46,8 @@ class MlaShape:
     """The facts that decide the kernel and the grid: bounds, never the lengths themselves.
 
     ``dtype`` is that of the KV cache, ``q_dtype`` that of the queries, ``latent`` and ``rope`` one of ``COLUMNS``,
-    ``q_len`` the query tokens of each request or, where ``ragged``, their bound.
+    ``q_len`` the query tokens of each request or, where ``ragged``, their bound. ``separate_values``: values do not lie
+    in their keys.
     """
 
     dtype: str
@@ -58,6 +61,7 @@ class MlaShape:
     ragged: bool = False
     max_seq_len: int
     batch_invariant: bool = False
+    separate_values: bool = False
 
     @property
     def rows(self) -> int:
@@ -182,6 +186,8 @@ def _unfit(kernel: NativeKernel, shape: MlaShape, number: int) -> str:
     q_dtypes = str(kernel.traits.get("q_dtypes", "bf16")).split(",")
     if shape.q_dtype not in q_dtypes:
         return f"queries are {' or '.join(q_dtypes)}"
+    if bool(kernel.traits.get("separate_values")) != shape.separate_values:
+        return "values are the first columns of their keys" if shape.separate_values else "values are not in their keys"
     if _trait(kernel, "rows") < _WIDE_ROWS and not _few_rows(shape):
         return f"for at most {_FEW_ROWS[shape.dtype]} rows per request, and not for batch_invariant"
     return ""

@@ -4,12 +4,13 @@ import math
 from dataclasses import replace
 
 from cubin_runtime.artifacts.path import ArtifactPath
+from cubin_runtime.artifacts.tables.native_kernels import NativeKernel
 from cubin_runtime.kernels.native.launches import KernelFile
 from cubin_runtime.kernels.native.mla.params import PAGED_MLA_DECODE
 from cubin_runtime.kernels.native.mla.plan import MlaProblem, cache_descriptor, mla_launch, mla_regions
 from cubin_runtime.kernels.native.mla.select import MlaSelection, MlaShape, select_mla_decode
 from cubin_runtime.launch.plan import LaunchPlan
-from cubin_runtime.launch.tensormap import check_tensor_map
+from cubin_runtime.launch.tensormap import TensorMapSpec, check_tensor_map
 from tests.kernels.mla_examples import FEW, KERNELS, WIDE
 from tests.launch.examples import DIGEST, H100
 
@@ -55,18 +56,22 @@ def test_every_field_of_the_struct_has_a_value() -> None:
     assert len(PAGED_MLA_DECODE.pack(encoded)) == PAGED_MLA_DECODE.size
 
 
+def descriptor(problem: MlaProblem, kernel: NativeKernel) -> TensorMapSpec:
+    return cache_descriptor(problem, kernel, problem.latent + problem.rope, problem.cache_strides)
+
+
 def test_the_descriptor_is_one_that_the_driver_takes() -> None:
-    check_tensor_map(cache_descriptor(PROBLEM, WIDE[0]))
+    check_tensor_map(descriptor(PROBLEM, WIDE[0]))
 
 
 def test_the_descriptor_of_an_e4m3_cache_is_one_that_the_driver_takes() -> None:
     for box_columns, swizzle in ((64, "none"), (128, "128B")):
         kernel = replace(FEW[0], traits={**FEW[0].traits, "box_columns": box_columns, "swizzle": swizzle})
-        check_tensor_map(cache_descriptor(replace(PROBLEM, kv_dtype="e4m3"), kernel))
+        check_tensor_map(descriptor(replace(PROBLEM, kv_dtype="e4m3"), kernel))
 
 
 def test_a_box_stays_within_a_page() -> None:
-    assert cache_descriptor(replace(PROBLEM, page_size=32), WIDE[0]).box == (64, 32, 1)
+    assert descriptor(replace(PROBLEM, page_size=32), WIDE[0]).box == (64, 32, 1)
 
 
 def test_the_softmax_scale_is_for_base_2() -> None:
