@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import product
 
-from cubin_runtime.kernels.native.constants import MERGE_TYPES
+from cubin_runtime.kernels.native.constants import CONSTANTS, MERGE_TYPES
 from cubin_runtime.kernels.native.mla.select import COLUMNS as MLA_COLUMNS
 from cubin_runtime.kernels.native.mla.select import SEPARATE_COLUMNS as MLA_SEPARATE_COLUMNS
 from cubin_runtime.kernels.native.prefill.select import SEGMENT_HEAD_DIMS
