@@ -430,8 +430,9 @@ def _mla_variants(columns: tuple[int, int]) -> Iterator[Variant]:
 _SPARSE_MLA_SPLIT_TILES = 8
 # Rows of the cache -> columns behind the latent ones, and pipeline stages of half a tile of the kernel.
 _SPARSE_MLA_ROWS = {"scaled_e4m3": (64, 8), "bf16": (64, 5), "bf16_nope": (0, 5)}
-
-
+# With fewer stages, a warp that fills every second one could take the parity of a phase for that of the one after the
+# next where a cluster computes more than two output tiles of short lists.
+_STAGES_OF_ANY_OUTPUT_TILES = 6
 # Rows of the cache that are scaled: query rows of a tile -> stages of 16 keys.
 _SCALED_MLA_STAGES = {32: 15, 64: 11}
 
@@ -454,6 +455,7 @@ def _sparse_mla_decode(cache_rows: str, rows: int = 16) -> Variant:
             "tile_tokens": _MLA_TILE_TOKENS,
             "split_tiles": _SPARSE_MLA_SPLIT_TILES,
             "max_cluster": 0 if wide else CONSTANTS.sparse_mla_max_cluster_ctas,
+            "max_output_tiles": 2 if stages < _STAGES_OF_ANY_OUTPUT_TILES else 0,
         },
         defines={
             "SPARSE": 1,

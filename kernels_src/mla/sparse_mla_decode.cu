@@ -33,7 +33,6 @@ extern "C" __global__ void __launch_bounds__(paged_mla_decode::THREADS, 1)
     if (warp >= FIRST_QK_THREAD / 32) {
         setmaxnreg_inc<QK_REGISTERS>();
         score(p, shared);
-        cluster_wait();
     } else if (warp >= FIRST_PRODUCER_THREAD / 32) {
         cluster_arrive_relaxed();
         setmaxnreg_dec<PRODUCER_REGISTERS>();
@@ -41,7 +40,6 @@ extern "C" __global__ void __launch_bounds__(paged_mla_decode::THREADS, 1)
         allow_next_grid();
         if (blockIdx.x == 0 && blockIdx.y == 0)
             report_invalid_lengths(p, threadIdx.x - FIRST_PRODUCER_THREAD, PRODUCER_WARPS * 32);
-        cluster_wait();
     } else {
         cluster_arrive_relaxed();
         setmaxnreg_dec<CONSUMER_REGISTERS>();

@@ -107,7 +107,7 @@ def test_rows_choose_the_kernel(stub_runtime: Runtime, dtype: str, columns: int,
 def test_heads_are_cut_into_the_fewest_rows_that_hold_them(
     stub_runtime: Runtime, heads: int, rows: int, row_tiles: int, group: int
 ) -> None:
-    plan = plan_sparse_mla_decode(**tokens_of(16, 2048, heads), runtime=stub_runtime, device_facts=H200)
+    plan = plan_sparse_mla_decode(**tokens_of(64, 2048, heads), runtime=stub_runtime, device_facts=H200)
     (selection,) = plan.selections
     assert selection.kernel.traits["rows"] == rows
     assert (selection.row_tiles, selection.cta_group_size, selection.ctas % group) == (row_tiles, group, 0)
@@ -123,7 +123,7 @@ def test_heads_over_rows_of_bf16_are_cut_into_tiles_of_16(
 
 
 @pytest.mark.parametrize(
-    ("tokens", "heads", "rows"), [(7, 32, 16), (8, 32, 32), (7, 64, 16), (8, 64, 64), (3, 128, 16), (4, 128, 64)]
+    ("tokens", "heads", "rows"), [(33, 32, 16), (34, 32, 32), (7, 64, 16), (8, 64, 64), (3, 128, 16), (4, 128, 64)]
 )
 def test_few_tokens_take_tiles_of_16_unless_bits_must_not_depend_on_them(
     stub_runtime: Runtime, tokens: int, heads: int, rows: int
@@ -150,6 +150,16 @@ def test_an_output_tile_has_as_large_a_cluster_as_finds_a_place(
     assert launch.plan.grid == (size, clusters, 1)
     assert launch.plan.attributes.cluster == ((size, 1, 1) if size > 1 else None)
     assert sum(region.nbytes for region in launch.regions if region.name != "status") == 0
+
+
+def test_clusters_over_rows_of_bf16_compute_two_output_tiles_at_most(stub_runtime: Runtime) -> None:
+    for heads, clusters in ((16, 500), (128, 4000)):
+        given = tokens_of(1000, 2048, heads) | {"kv_cache": cache("bfloat16", PAGES, PAGE, 576)}
+        plan = plan_sparse_mla_decode(**given, runtime=stub_runtime, device_facts=H200)
+        assert plan.launches[0].plan.grid == (1, clusters, 1)
+    many = tokens_of(16384, 64, 128) | {"kv_cache": cache("bfloat16", PAGES, PAGE, 576)}
+    with pytest.raises(UsageError, match=r"16384 query tokens of 128 heads over bf16 rows, expected at most 16383"):
+        plan_sparse_mla_decode(**many, runtime=stub_runtime, device_facts=H200)
 
 
 def test_short_lists_are_not_merged(stub_runtime: Runtime) -> None:

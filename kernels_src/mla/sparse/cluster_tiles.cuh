@@ -10,7 +10,8 @@ namespace paged_mla_decode {
 DEVICE int cluster_rank() { return blockIdx.x; }
 DEVICE int cluster_size_log2() { return __popc(gridDim.x - 1); }
 
-// Iterates over the output tiles of a cluster, every so many-th of all; every warp iterates alike.
+// Iterates over the output tiles of a cluster, every so many-th of all; every warp iterates alike. With few stages there
+// must not be more than two, see max_output_tiles in variants.py.
 struct ClusterTileIterator {
     const Params& p;
     int tile = blockIdx.y;  // that comes next

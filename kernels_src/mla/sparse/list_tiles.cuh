@@ -147,7 +147,9 @@ DEVICE void score(const Params& p, SharedStorage& shared) {
         if (!warmup || converts)
             q.load(p, work, shared, warmup ? scratch : shared_address(shared.stages[kv_state.index]), warp, warmup);
         if (!warmup) {
-            fence_async_proxy();  // orders the reads before the copy that reuses the stage, which PV warps release
+            // otherwise the arrival may overtake loads of fragments, and a copy may come before they read
+            fence_async_proxy();
+            release(shared.empty[kv_state.index]);
             kv_state.advance();
         }
         Rows rows;
@@ -216,15 +218,11 @@ DEVICE void consume(const Params& p, SharedStorage& shared) {
         for (int m = 0; m < COLUMN_TILES; ++m)
 #pragma unroll
             for (int i = 0; i < 8; ++i) out[m][i / 4][i % 4] = 0.f;
-        const int query_stage = kv_state.index;
-        if (!warmup) kv_state.advance();
+        if (!warmup) kv_state.advance();  // the stage of the queries
 #pragma unroll 1
-        for (bool last = warmup, first = true; !last; first = false) {
+        for (bool last = warmup; !last;) {
             const Probabilities& own = shared.p[p_state.index];
             wait_barrier(shared.p_full[p_state.index], p_state.phase);
-            // Stages become free in their order: two warps fill every second one, and could take the parity of a phase
-            // for that of the one after the next.
-            if (first) release(shared.empty[query_stage]);
             uint32_t stage[STAGES_OF_TILE];
             PipelineState<STAGES> next = kv_state;
 #pragma unroll
@@ -262,19 +260,19 @@ DEVICE void consume(const Params& p, SharedStorage& shared) {
         if (!warmup) release(shared.sums_empty), sums_parity ^= 1;
         if (gridDim.x == 1) {
             store_groups(p, work, warp, statistics, out);
-        } else {
-            if (!warmup) {
-                // until the CTAs of the cluster have read what they were sent before
-                wait_cluster_barrier(shared.merge_empty, merge_parity ^ 1);
-                send_groups(warp, statistics, out, shared);
-                wait_barrier(shared.merge_full, merge_parity);
-                merge_parity ^= 1;
-            }
-            merge_groups(p, work, warp, shared);
-            if (!warmup && work_tiles.has_next())
-                for (int rank = 0; rank < gridDim.x; ++rank) release_in_cta(shared.merge_empty, rank);
+            continue;
         }
-        if (warmup) cluster_wait();  // until the other CTAs have begun and need their memory for no warm-up
+        if (!warmup) {
+            // until the CTAs of the cluster have read what they were sent before
+            wait_cluster_barrier(shared.merge_empty, merge_parity ^ 1);
+            send_groups(warp, statistics, out, shared);
+            wait_barrier(shared.merge_full, merge_parity);
+            merge_parity ^= 1;
+        }
+        merge_groups(p, work, warp, shared);
+        if (!warmup && work_tiles.has_next())
+            for (int rank = 0; rank < gridDim.x; ++rank) release_in_cta(shared.merge_empty, rank);
+        if (warmup) cluster_wait();
     }
 }
 

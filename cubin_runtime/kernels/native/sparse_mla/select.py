@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 
 from ....artifacts.tables.native_kernels import NativeKernel
+from ....errors import UsageError
 from ....launch.driver import DeviceFacts
 from ....values import HashedOnce, dataclass
 from ...explanation import Facts
@@ -18,14 +19,15 @@ OPERATION = "sparse_mla_decode"
 # them, 64 bf16.
 ROW_FORMS = {"scaled_e4m3": (576, 656), "bf16": (576, 1152), "bf16_nope": (512, 1024)}
 MAX_WIDTH = 1 << 15
-# Tiles of the fewest rows are faster than wider ones if there are fewer of them than one for so many rows of those.
-_FEW_TILES_ROWS = 2
+# Tiles of the fewest rows are faster than wider ones, by their rows, if clusters of so many CTAs all find places.
+_FEW_TILES_CLUSTER = {32: 2, 64: 4}
 # The cost of a launch in clusters, in the time of one of its tiles: of an output tile's start and of its merge. From so
 # many CTAs on, memory is slower than they are.
 _START_TILES, _MERGE_TILES, _BUSY_CTAS = 2.0, 2.0, 96
 # A cluster of more than two CTAs runs on multiprocessors of one GPC, and GPCs differ in size: of so many
 # multiprocessors, one is left over.
 _GPC_SHARE = 11
+_MAX_CLUSTERS = (1 << 16) - 1  # of a grid
 # With batch_invariant, so that neither the tokens nor the width of a list decide.
 _INVARIANT_CLUSTER = 4
 
@@ -81,7 +83,7 @@ def select_sparse_mla(
         UsageError: no kernel fits; the message says why not.
     """
     kernels = HashedOnce.of(kernels)
-    traits = {"cache_rows": shape.cache_rows, "rows": _tile_rows(kernels, shape)}
+    traits = {"cache_rows": shape.cache_rows, "rows": _tile_rows(kernels, shape, device)}
     kernel, candidates = only_kernel(kernels, OPERATION, traits, device)
     row_tiles = -(-shape.heads // int(kernel.traits["rows"]))
     kv_tiles = max(1, -(-shape.width // int(kernel.traits["tile_tokens"])))
@@ -123,7 +125,15 @@ def _in_clusters(
     size = _INVARIANT_CLUSTER
     if not shape.batch_invariant:
         size = min(sizes, key=lambda size: _cluster_tiles(size, output_tiles, kv_tiles, device))
-    clusters = -(-output_tiles // _passes(size, output_tiles, device))
+    passes = _passes(size, output_tiles, device)
+    if most_passes := int(kernel.traits["max_output_tiles"]):
+        passes = min(passes, most_passes)
+    clusters = -(-output_tiles // passes)
+    if clusters > _MAX_CLUSTERS:
+        raise UsageError(
+            f"{shape.batch} query tokens of {shape.heads} heads over {shape.cache_rows} rows, expected at most "
+            f"{_MAX_CLUSTERS * passes // row_tiles}"
+        )
     reason = (
         f"{shape.cache_rows} rows; {shape.heads} heads in {row_tiles} tiles of {kernel.traits['rows']}; "
         f"{output_tiles} output tiles of {kv_tiles} tiles of {kernel.traits['tile_tokens']} entries over {clusters} "
@@ -163,7 +173,7 @@ def _row_sizes(kernels: HashedOnce[NativeKernel], cache_rows: str) -> tuple[int,
     return tuple(sorted(int(kernel.traits["rows"]) for kernel in family))
 
 
-def _tile_rows(kernels: HashedOnce[NativeKernel], shape: SparseMlaShape) -> int:
+def _tile_rows(kernels: HashedOnce[NativeKernel], shape: SparseMlaShape, device: DeviceFacts) -> int:
     """The fewest rows of a tile that hold all heads, else the most: each tile of a token reads its rows again.
 
     With few query tokens, the fewest of all: more tiles share the rows of a token among more CTAs. The number of query
@@ -171,5 +181,6 @@ def _tile_rows(kernels: HashedOnce[NativeKernel], shape: SparseMlaShape) -> int:
     """
     sizes = _row_sizes(kernels, shape.cache_rows)
     rows = next((size for size in sizes if shape.heads <= size), max(sizes, default=0))
-    few = bool(sizes) and shape.batch * -(-shape.heads // sizes[0]) < rows // _FEW_TILES_ROWS
+    cluster = _FEW_TILES_CLUSTER.get(rows)
+    few = cluster is not None and _passes(cluster, shape.batch * -(-shape.heads // sizes[0]), device) == 1
     return sizes[0] if few and not shape.batch_invariant else rows
