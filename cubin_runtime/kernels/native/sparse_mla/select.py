@@ -77,10 +77,10 @@ class SparseMlaSelection(Selection):
 def select_sparse_mla(
     kernels: Iterable[NativeKernel], shape: SparseMlaShape, device: DeviceFacts
 ) -> SparseMlaSelection:
-    """The kernel for the rows of the cache; the ranges of its CTA groups end with output tiles.
+    """The kernel for the rows of the cache, and clusters or CTA groups, whose ranges end with output tiles.
 
     Raises:
-        UsageError: no kernel fits; the message says why not.
+        UsageError: no kernel fits, or there are more query tokens than one launch takes; the message says why not.
     """
     kernels = HashedOnce.of(kernels)
     traits = {"cache_rows": shape.cache_rows, "rows": _tile_rows(kernels, shape, device)}
@@ -152,10 +152,10 @@ def _in_clusters(
 
 
 def _passes(size: int, output_tiles: int, device: DeviceFacts) -> int:
-    """The output tiles of a cluster, of which as many run as find a place."""
+    """The output tiles that each cluster computes, of which as many run as find a place."""
     multiprocessors = device.multiprocessors
     places = multiprocessors if size <= 2 else multiprocessors - multiprocessors // _GPC_SHARE
-    return -(-output_tiles // (places // size))
+    return -(-output_tiles // max(1, places // size))
 
 
 def _cluster_tiles(size: int, output_tiles: int, kv_tiles: int, device: DeviceFacts) -> float:
