@@ -79,4 +79,4 @@ def test_the_soak_says_how_many_replays_what_differed_and_how_memory_grew() -> N
     growth = {"device": 0, "host": 4096}
     text = sparse_soak({"environment": environment, "seconds": 60.0, "rows": [row], "growth": growth})
     assert "| 16 heads, 7 x 2,048 | 12,000 | 3 | 240 | 0 | 1.7e-03 |" in text
-    assert "grew by 0 bytes on the device and 4,096 in the process" in text
+    assert "changed by 0 bytes on the device and 4,096 in the process" in text
