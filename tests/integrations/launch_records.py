@@ -34,9 +34,12 @@ def mla_launches(standin: StandIn) -> list[dict[str, Any]]:
 
 
 def sparse_mla_launches(standin: StandIn) -> list[dict[str, Any]]:
-    """The symbol and the parameters of each launch of sparse MLA decode, by name."""
+    """The symbol, the grid and the parameters of each launch of sparse MLA decode, by name."""
     sent = [launch.seen for launch in standin.calls("cuLaunchKernelEx") if "sparse_mla" in launch.seen["symbol"]]
-    return [{"symbol": seen["symbol"]} | SPARSE_MLA_DECODE.unpack(bytes.fromhex(seen["parameter0"])) for seen in sent]
+    return [
+        {name: seen[name] for name in ("symbol", "grid")} | SPARSE_MLA_DECODE.unpack(bytes.fromhex(seen["parameter0"]))
+        for seen in sent
+    ]
 
 
 def has_segments(launch: Any) -> bool:

@@ -199,7 +199,7 @@ def test_batch_invariance(monkeypatch: pytest.MonkeyPatch, standin: StandIn, ask
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", str(int(asked)))
     run(monkeypatch, sparse(), step([1, 1], [90, 100]), lists_of(2))
     (sent,) = sparse_mla_launches(standin)
-    assert (sent["splits"] > 0) == asked
+    assert sent["grid"] == ("4,2,1" if asked else "1,2,1")  # the CTAs of a cluster, and clusters
 
 
 def test_drafts_and_short_prompts_are_more_tokens(monkeypatch: pytest.MonkeyPatch, standin: StandIn) -> None:
