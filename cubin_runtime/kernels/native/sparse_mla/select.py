@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import lru_cache
+from typing import NamedTuple
 
 from ....artifacts.tables.native_kernels import NativeKernel
 from ....errors import UsageError
@@ -12,7 +13,7 @@ from ....values import HashedOnce, dataclass
 from ...explanation import Facts
 from ..constants import CONSTANTS
 from ..mla.select import FEW_SLACK_TILES, SLACK_TILES, cta_group_size, cta_groups, invariant_splits
-from ..selection import Candidate, Selection, only_kernel
+from ..selection import Selection, only_kernel
 
 OPERATION = "sparse_mla_decode"
 # How a row of the cache lies in memory -> its columns, and its bytes. Scaled: 512 e4m3, a float32 scale for each 128 of
@@ -87,39 +88,54 @@ def select_sparse_mla(
     kernel, candidates = only_kernel(kernels, OPERATION, traits, device)
     row_tiles = -(-shape.heads // int(kernel.traits["rows"]))
     kv_tiles = max(1, -(-shape.width // int(kernel.traits["tile_tokens"])))
-    group_size = cta_group_size(row_tiles)
-    if kernel.traits["max_cluster"]:
-        return _in_clusters(kernel, shape, device, kv_tiles, candidates)
-    output_tiles = shape.batch * (row_tiles // group_size)
-    most = min(device.multiprocessors // group_size, CONSTANTS.mla_max_splits)
-    groups = cta_groups(most, output_tiles, kv_tiles, wide=False)
-    slack = SLACK_TILES if 2 * output_tiles >= groups else FEW_SLACK_TILES
+    grid = (_cluster_grid if kernel.traits["max_cluster"] else _group_grid)(kernel, shape, device, row_tiles, kv_tiles)
     reason = (
-        f"{shape.cache_rows} rows; {shape.heads} heads in {row_tiles} tiles of {kernel.traits['rows']}; "
-        f"{output_tiles * kv_tiles} tiles of {kernel.traits['tile_tokens']} entries over {groups} groups of "
-        f"{group_size} CTAs on {device.multiprocessors} multiprocessors"
+        f"{shape.cache_rows} rows; {shape.heads} heads in {row_tiles} tiles of {kernel.traits['rows']}; {grid.words} "
+        f"on {device.multiprocessors} multiprocessors"
     )
     return SparseMlaSelection(
         kernel=kernel,
-        ctas=groups * group_size,
-        cta_group_size=group_size,
+        ctas=grid.ctas,
+        cta_group_size=cta_group_size(row_tiles),
         row_tiles=row_tiles,
-        splits=invariant_splits(kv_tiles, int(kernel.traits["split_tiles"])) if shape.batch_invariant else 0,
-        slack_tiles=0 if shape.batch_invariant else slack,
-        cluster_size=0,
+        splits=grid.splits,
+        slack_tiles=grid.slack_tiles,
+        cluster_size=grid.cluster_size,
         explain=lambda: (reason, candidates),
     )
 
 
-def _in_clusters(
-    kernel: NativeKernel,
-    shape: SparseMlaShape,
-    device: DeviceFacts,
-    kv_tiles: int,
-    candidates: tuple[Candidate, ...],
-) -> SparseMlaSelection:
+class _Grid(NamedTuple):
+    """The grid of a launch, also in words, and the fields that go with it."""
+
+    ctas: int
+    words: str
+    splits: int = 0
+    slack_tiles: int = 0
+    cluster_size: int = 0
+
+
+def _group_grid(
+    kernel: NativeKernel, shape: SparseMlaShape, device: DeviceFacts, row_tiles: int, kv_tiles: int
+) -> _Grid:
+    """CTA groups that divide the tiles of all lists evenly."""
+    size = cta_group_size(row_tiles)
+    output_tiles = shape.batch * (row_tiles // size)
+    most = min(device.multiprocessors // size, CONSTANTS.mla_max_splits)
+    groups = cta_groups(most, output_tiles, kv_tiles, wide=False)
+    tiles = f"{output_tiles * kv_tiles} tiles of {kernel.traits['tile_tokens']} entries"
+    words = f"{tiles} over {groups} groups of {size} CTAs"
+    if shape.batch_invariant:
+        splits = invariant_splits(kv_tiles, int(kernel.traits["split_tiles"]))
+        return _Grid(groups * size, words, splits=splits)
+    slack = SLACK_TILES if 2 * output_tiles >= groups else FEW_SLACK_TILES
+    return _Grid(groups * size, words, slack_tiles=slack)
+
+
+def _cluster_grid(
+    kernel: NativeKernel, shape: SparseMlaShape, device: DeviceFacts, row_tiles: int, kv_tiles: int
+) -> _Grid:
     """Clusters of the size that is fastest by ``_cluster_tiles``, which compute as many output tiles each."""
-    row_tiles = -(-shape.heads // int(kernel.traits["rows"]))
     output_tiles = shape.batch * row_tiles
     sizes = [1 << log2 for log2 in range(int(kernel.traits["max_cluster"]).bit_length())]
     size = _INVARIANT_CLUSTER
@@ -134,21 +150,8 @@ def _in_clusters(
             f"{shape.batch} query tokens of {shape.heads} heads over {shape.cache_rows} rows, expected at most "
             f"{_MAX_CLUSTERS * passes // row_tiles}"
         )
-    reason = (
-        f"{shape.cache_rows} rows; {shape.heads} heads in {row_tiles} tiles of {kernel.traits['rows']}; "
-        f"{output_tiles} output tiles of {kv_tiles} tiles of {kernel.traits['tile_tokens']} entries over {clusters} "
-        f"clusters of {size} CTAs on {device.multiprocessors} multiprocessors"
-    )
-    return SparseMlaSelection(
-        kernel=kernel,
-        ctas=clusters * size,
-        cta_group_size=cta_group_size(row_tiles),
-        row_tiles=row_tiles,
-        splits=0,
-        slack_tiles=0,
-        cluster_size=size,
-        explain=lambda: (reason, candidates),
-    )
+    tiles = f"{output_tiles} output tiles of {kv_tiles} tiles of {kernel.traits['tile_tokens']} entries"
+    return _Grid(clusters * size, f"{tiles} over {clusters} clusters of {size} CTAs", cluster_size=size)
 
 
 def _passes(size: int, output_tiles: int, device: DeviceFacts) -> int:
