@@ -428,45 +428,44 @@ def _mla_variants(columns: tuple[int, int]) -> Iterator[Variant]:
 
 # Tiles of a split under batch invariance: lists are short, and splits of dense decode too coarse for them.
 _SPARSE_MLA_SPLIT_TILES = 8
-# Rows of the cache -> columns behind the latent ones, and pipeline stages of half a tile of the kernel.
-_SPARSE_MLA_ROWS = {"scaled_e4m3": (64, 8), "bf16": (64, 5), "bf16_nope": (0, 5)}
-# With fewer stages, a warp that fills every second one could take the parity of a phase for that of the one after the
-# next where a cluster computes more than two output tiles of short lists.
-_STAGES_OF_ANY_OUTPUT_TILES = 6
-# Rows of the cache that are scaled: query rows of a tile -> stages of 16 keys.
-_SCALED_MLA_STAGES = {32: 15, 64: 11}
+# Rows of the cache -> columns behind the latent ones.
+_SPARSE_MLA_ROPE = {"scaled_e4m3": 64, "bf16": 64, "bf16_nope": 0}
+# Rows of the cache and query rows of a tile -> pipeline stages: of half a tile in clusters, of 16 keys in CTA groups.
+_CLUSTERED_SPARSE_MLA_STAGES = {("scaled_e4m3", 16): 8, ("scaled_e4m3", 32): 7, ("bf16", 16): 5, ("bf16_nope", 16): 5}
+_GROUPED_SPARSE_MLA_STAGES = {("scaled_e4m3", 64): 11}
 
 
-def _sparse_mla_decode(cache_rows: str, rows: int = 16) -> Variant:
+def _sparse_mla_decode(cache_rows: str, rows: int) -> Variant:
     """``cache_rows``: how a row of the cache lies in memory, see ``kernels.native.sparse_mla.select``."""
-    rope, stages = _SPARSE_MLA_ROWS[cache_rows]
-    wide = rows > 16
+    clustered = (cache_rows, rows) in _CLUSTERED_SPARSE_MLA_STAGES
+    stages = (_CLUSTERED_SPARSE_MLA_STAGES if clustered else _GROUPED_SPARSE_MLA_STAGES)[cache_rows, rows]
+    scaled = cache_rows == "scaled_e4m3"
     return Variant(
-        source=f"mla/{'scaled_' if wide else ''}sparse_mla_decode.cu",
-        symbol=f"sparse_mla_decode_{cache_rows}_latent512{f'_rows{rows}' if wide else ''}",
+        source=f"mla/{'' if clustered else 'scaled_'}sparse_mla_decode.cu",
+        symbol=f"sparse_mla_decode_{cache_rows}_latent512{f'_rows{rows}' if rows > 16 else ''}",
         sm="90a",
         operation="sparse_mla_decode",
         struct="SparseMlaDecodeParams",
         traits={
             "cache_rows": cache_rows,
             "latent": 512,
-            "rope": rope,
+            "rope": _SPARSE_MLA_ROPE[cache_rows],
             "rows": rows,
             "tile_tokens": _MLA_TILE_TOKENS,
             "split_tiles": _SPARSE_MLA_SPLIT_TILES,
-            "max_cluster": 0 if wide else CONSTANTS.sparse_mla_max_cluster_ctas,
-            "max_output_tiles": 2 if stages < _STAGES_OF_ANY_OUTPUT_TILES else 0,
+            "max_cluster": CONSTANTS.sparse_mla_max_cluster_ctas if clustered else 0,
+            "max_cta_parts": CONSTANTS.sparse_mla_max_cta_parts if scaled and rows == 16 else 1,
         },
         defines={
             "SPARSE": 1,
-            "KV_E4M3": int(cache_rows == "scaled_e4m3"),
+            "KV_E4M3": int(scaled),
             "LATENT": 512,
-            "ROPE": rope,
+            "ROPE": _SPARSE_MLA_ROPE[cache_rows],
             "ROWS": rows,
             "TILE_TOKENS": _MLA_TILE_TOKENS,
             "SPLIT_TILES": _SPARSE_MLA_SPLIT_TILES,
-            "STAGES": _SCALED_MLA_STAGES[rows] if wide else stages,
-            **({"Q_E4M3": 0, "BOX_COLUMNS": 64} if wide else {}),
+            "STAGES": stages,
+            **({} if clustered else {"Q_E4M3": 0, "BOX_COLUMNS": 64}),
         },
     )
 
@@ -553,8 +552,7 @@ VARIANTS: tuple[Variant, ...] = (
     *(_lse_from_statistics(sm) for sm in _FOLLOWING_SMS),
     *(_streaming_read("90a", *way) for way in _READS),
     *(variant for columns in MLA_COLUMNS for variant in _mla_variants(columns)),
-    *(_sparse_mla_decode(cache_rows) for cache_rows in _SPARSE_MLA_ROWS),
-    *(_sparse_mla_decode("scaled_e4m3", rows) for rows in _SCALED_MLA_STAGES),
+    *(_sparse_mla_decode(*key) for key in (*_CLUSTERED_SPARSE_MLA_STAGES, *_GROUPED_SPARSE_MLA_STAGES)),
     *_prefill_variants(),
     *(_append_kv("90a", dtypes) for dtypes in _APPEND_DTYPES),
     *(_merge_states("90a", dtype) for dtype in MERGE_TYPES),

@@ -4,6 +4,9 @@
 
 // ---- shared-memory matrix descriptors: tiles of 128-byte rows as TMA writes them (128-byte swizzle) ----
 
+// Warp-uniform in a way that the compiler recognises, so that operands of products are in uniform registers.
+DEVICE uint32_t warp_uniform(uint32_t value) { return __shfl_sync(~0u, value, 0); }
+
 // K-major operand: each row of ROW_BYTES (128, or 64 with the 64-byte swizzle) is one index of M or N; a K step is 32
 // bytes of it.
 template <int ROW_BYTES = 128>
@@ -121,6 +124,7 @@ DEVICE uint32_t load_acquire(const uint32_t* address) {
 // 8 j + 2 (lane % 4) + i % 2, row + i / 2 * 8.
 
 // The accumulator registers as text in the instruction, and as operands.
+#define WGMMA_NAMES_8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define WGMMA_NAMES_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define WGMMA_NAMES_32 \
     WGMMA_NAMES_16     \
@@ -131,6 +135,7 @@ DEVICE uint32_t load_acquire(const uint32_t* address) {
         "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
         "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define WGMMA_CELLS_4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define WGMMA_CELLS_8(d, i) WGMMA_CELLS_4(d, i), WGMMA_CELLS_4(d, i + 4)
 #define WGMMA_CELLS_16(d, i) \
     WGMMA_CELLS_4(d, i), WGMMA_CELLS_4(d, i + 4), WGMMA_CELLS_4(d, i + 8), WGMMA_CELLS_4(d, i + 12)
 #define WGMMA_CELLS_32(d, i) WGMMA_CELLS_16(d, i), WGMMA_CELLS_16(d, i + 16)
@@ -184,6 +189,9 @@ DEVICE void wgmma(float (&d)[N], const uint32_t (&a)[4], uint64_t b) {
     static_assert(FIRST + COLUMNS <= N * 2);
     if constexpr (COLUMNS == 128)
         WGMMA("", "m64n128k16", WGMMA_NAMES_64, "{%64, %65, %66, %67}, %68, %70, 1, 1, %69;", WGMMA_CELLS_64(d, i)
+              : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(MN_MAJOR ? 1 : 0), "n"(ADD ? 1 : 0));
+    else if constexpr (COLUMNS == 16)
+        WGMMA("", "m64n16k16", WGMMA_NAMES_8, "{%8, %9, %10, %11}, %12, %14, 1, 1, %13;", WGMMA_CELLS_8(d, i)
               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(MN_MAJOR ? 1 : 0), "n"(ADD ? 1 : 0));
     else if constexpr (COLUMNS == 32)
         WGMMA("", "m64n32k16", WGMMA_NAMES_16, "{%16, %17, %18, %19}, %20, %22, 1, 1, %21;", WGMMA_CELLS_16(d, i)

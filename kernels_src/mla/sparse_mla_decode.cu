@@ -20,7 +20,11 @@
 //        -DSTAGES=n -DKERNEL_NAME=symbol
 
 #include "sparse/producer.cuh"
-#include "sparse/list_tiles.cuh"
+#if KV_E4M3
+#include "sparse/scaled_scores.cuh"
+#else
+#include "sparse/bf16_scores.cuh"
+#endif
 
 extern "C" __global__ void __launch_bounds__(paged_mla_decode::THREADS, 1)
     KERNEL_NAME(const __grid_constant__ SparseMlaDecodeParams p) {
@@ -33,6 +37,7 @@ extern "C" __global__ void __launch_bounds__(paged_mla_decode::THREADS, 1)
     if (warp >= FIRST_QK_THREAD / 32) {
         setmaxnreg_inc<QK_REGISTERS>();
         score(p, shared);
+        cluster_wait();
     } else if (warp >= FIRST_PRODUCER_THREAD / 32) {
         cluster_arrive_relaxed();
         setmaxnreg_dec<PRODUCER_REGISTERS>();
@@ -40,6 +45,7 @@ extern "C" __global__ void __launch_bounds__(paged_mla_decode::THREADS, 1)
         allow_next_grid();
         if (blockIdx.x == 0 && blockIdx.y == 0)
             report_invalid_lengths(p, threadIdx.x - FIRST_PRODUCER_THREAD, PRODUCER_WARPS * 32);
+        cluster_wait();
     } else {
         cluster_arrive_relaxed();
         setmaxnreg_dec<CONSUMER_REGISTERS>();

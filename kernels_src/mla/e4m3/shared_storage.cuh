@@ -93,7 +93,4 @@ DEVICE void arrive_for_warp(uint64_t& barrier) {
     if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&barrier));
 }
 
-// Warp-uniform in a way that the compiler recognises, so that operands of products are in uniform registers.
-DEVICE uint32_t warp_uniform(uint32_t value) { return __shfl_sync(~0u, value, 0); }
-
 }  // namespace paged_mla_decode

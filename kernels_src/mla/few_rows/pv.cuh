@@ -6,9 +6,9 @@
 namespace paged_mla_decode {
 
 constexpr int COLUMN_TILES = 4;  // of 16 columns, in a warp
-// Rows 2 (lane % 4) + {0, 1} of two groups of 8 rows. Columns lane / 4 of 16, then those + 8; with an e4m3 cache, whose
+// Rows 2 (lane % 4) + {0, 1} of groups of 8 rows. Columns lane / 4 of 16, then those + 8; with an e4m3 cache, whose
 // bytes come in pairs, the even and the odd columns of 16.
-using Output = float[COLUMN_TILES][2][4];
+using Output = float[COLUMN_TILES][ROWS / 8][4];
 
 #if SPARSE && KV_E4M3
 DEVICE int scale_block_of_warp() { return threadIdx.x / 64; }
@@ -32,12 +32,21 @@ DEVICE void multiply_values(const uint32_t (&values)[STAGES_OF_TILE], int valid,
     constexpr int STAGE_STEPS = KEY_WARPS / STAGES_OF_TILE;  // of 16 keys
     constexpr int LOADS = KV_E4M3 ? COLUMN_TILES / 2 : COLUMN_TILES;  // of 32 bytes of each of 16 keys
     const int lane = threadIdx.x % 32;
-    uint4 b[KEY_WARPS];
+    uint4 b[KEY_WARPS][ROWS / 16];
 #pragma unroll
-    for (int step = 0; step < KEY_WARPS; ++step) {
-        b[step] = p.fragment[step][lane];
-        scale_probabilities(p, step, b[step]);
-    }
+    for (int step = 0; step < KEY_WARPS; ++step)
+#pragma unroll
+        for (int n = 0; n < ROWS / 16; ++n) {
+            b[step][n] = p.fragment[n][step][lane];
+            scale_probabilities(p, step, b[step][n]);
+        }
+    const auto add = [&](const uint32_t(&v)[4], int step, float(&to)[ROWS / 8][4]) {
+#pragma unroll
+        for (int n = 0; n < ROWS / 16; ++n) {
+            multiply(to[2 * n], v, b[step][n].x, b[step][n].y);
+            multiply(to[2 * n + 1], v, b[step][n].z, b[step][n].w);
+        }
+    };
     uint32_t raw[2][LOADS][4];
     const auto load = [&](int step) {
 #pragma unroll
@@ -70,30 +79,28 @@ DEVICE void multiply_values(const uint32_t (&values)[STAGES_OF_TILE], int valid,
                     // Both keys of the even column, then of the odd one.
                     e4m3_to_fp16(__byte_perm(r[half], 0, 0x3120), v[0], v[1]);
                     e4m3_to_fp16(__byte_perm(r[half + 2], 0, 0x3120), v[2], v[3]);
-                    multiply(out[j * 2 + half][0], v, b[step].x, b[step].y);
-                    multiply(out[j * 2 + half][1], v, b[step].z, b[step].w);
+                    add(v, step, out[j * 2 + half]);
                 }
             } else {
-                multiply(out[j][0], r, b[step].x, b[step].y);
-                multiply(out[j][1], r, b[step].z, b[step].w);
+                add(r, step, out[j]);
             }
         }
     }
 }
 
 DEVICE void rescale(const Probabilities& p, Output& out) {
-    float factor[2][2];
+    float factor[ROWS / 8][2];
 #pragma unroll
-    for (int n = 0; n < 2; ++n)
+    for (int n = 0; n < ROWS / 8; ++n)
         for (int i = 0; i < 2; ++i) factor[n][i] = p.factor[n * 8 + threadIdx.x % 4 * 2 + i];
 #if SPARSE && KV_E4M3
 #pragma unroll
-    for (int i = 0; i < 4; ++i) factor[i / 2][i % 2] *= block_factor(p);
+    for (int i = 0; i < ROWS / 4; ++i) factor[i / 2][i % 2] *= block_factor(p);
 #endif
 #pragma unroll
     for (int m = 0; m < COLUMN_TILES; ++m)
 #pragma unroll
-        for (int i = 0; i < 8; ++i) out[m][i / 4][i % 4] *= factor[i / 4][i % 2];
+        for (int i = 0; i < ROWS / 2; ++i) out[m][i / 4][i % 4] *= factor[i / 4][i % 2];
 }
 
 // ---------------------------------------------------------------- epilogue

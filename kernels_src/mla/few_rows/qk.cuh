@@ -289,10 +289,13 @@ DEVICE void publish_probabilities(Scores& s, int warp, const PipelineState<P_STA
             fragment[n][half] = transpose_8x8(pack_pair(s[n][half * 2], s[n][half * 2 + 1]));
     }
     if constexpr (ROW_EIGHTS == 1)
-        reinterpret_cast<uint2*>(&p.fragment[key_warp(warp)][lane])[first_row(warp) / 8] =
+        reinterpret_cast<uint2*>(&p.fragment[0][key_warp(warp)][lane])[first_row(warp) / 8] =
             make_uint2(fragment[0][0], fragment[0][1]);
     else
-        p.fragment[warp][lane] = make_uint4(fragment[0][0], fragment[0][1], fragment[1][0], fragment[1][1]);
+#pragma unroll
+        for (int n = 0; n < ROW_EIGHTS; n += 2)
+            p.fragment[n / 2][warp][lane] =
+                make_uint4(fragment[n][0], fragment[n][1], fragment[n + 1][0], fragment[n + 1][1]);
     if (!warmup) release(shared.p_full[p_state.index]);
 }
 

@@ -7,13 +7,16 @@
 
 namespace paged_mla_decode {
 
-static_assert(ROWS == 16 && TILE_TOKENS == 64, "two row eights of a warp product, 16 keys of each QK warp");
+static_assert((ROWS == 16 || (ROWS == 32 && SCALED)) && TILE_TOKENS == 64, "16 keys of each QK warp");
 #if SPARSE
+constexpr bool QUERIES_IN_STAGE = !SCALED;  // of the pipeline, on their way to registers; otherwise in memory of their own
 constexpr int STAGES_OF_TILE = 2;  // with half of its keys each
-// Of so many QK warps, each multiplies its share of the columns and has its eight of the rows afterwards.
-constexpr int COLUMN_SHARES = 2, ROW_EIGHTS = 1;
+// Of so many QK warps, each multiplies its share of the columns and has its eight of the rows afterwards. Scaled keys are
+// multiplied by a warpgroup, all columns.
+constexpr int COLUMN_SHARES = SCALED ? 1 : 2, ROW_EIGHTS = ROWS / 8 / COLUMN_SHARES;
 constexpr int STAGE_BYTES = TILE_TOKENS / STAGES_OF_TILE * KEY_PITCH;
 #else
+constexpr bool QUERIES_IN_STAGE = true;
 constexpr int STAGES_OF_TILE = 1;
 constexpr int COLUMN_SHARES = 1, ROW_EIGHTS = 2;
 constexpr int ROW_BYTES = 1 << ROW_BYTES_LOG2;  // of a token in a box, and the span of the swizzle
@@ -24,7 +27,8 @@ constexpr int STAGE_BYTES = BOXES * BOX_BYTES;
 #endif
 // bytes between rows of queries in a stage; no two of eight rows start in one bank
 constexpr int QUERY_PITCH = COLUMNS * 2 + 16;
-static_assert(ROWS * QUERY_PITCH <= STAGE_BYTES);
+static_assert(!QUERIES_IN_STAGE || ROWS * QUERY_PITCH <= STAGE_BYTES);
+constexpr int QUERY_BOX_BYTES = ROWS * 128;  // 64 columns of all rows
 
 // Threads: PV warps, each with 64 columns of the output (the consumers), producer warps, QK warps, each with 16 keys of
 // a tile and one or two eights of the rows.
@@ -37,9 +41,9 @@ constexpr int FIRST_QK_THREAD = FIRST_PRODUCER_THREAD + PRODUCER_WARPS * 32;
 constexpr int THREADS = FIRST_QK_THREAD + QK_WARPS * 32;
 // Of a thread, in multiples of 8. A warpgroup that asks for more than are available waits forever.
 #if SPARSE
-constexpr int CONSUMER_REGISTERS = 88;
-constexpr int PRODUCER_REGISTERS = 48;
-constexpr int QK_REGISTERS = 128;
+constexpr int CONSUMER_REGISTERS = SCALED ? (ROWS == 16 ? 120 : 144) : 88;
+constexpr int PRODUCER_REGISTERS = ROWS == 16 ? 48 : 40;
+constexpr int QK_REGISTERS = SCALED ? 184 : 128;
 #else
 constexpr int CONSUMER_REGISTERS = 112;
 constexpr int PRODUCER_REGISTERS = 48;
@@ -54,7 +58,7 @@ constexpr int FIRST_SHARE_BARRIER = 3;  // of so many as there are KEY_WARPS
 // A tile's P, in a pipeline of P_STAGES.
 constexpr int P_STAGES = 2;
 struct Probabilities {
-    uint4 fragment[KEY_WARPS][32];  // of 16 keys, as the B operand for two groups of 8 rows
+    uint4 fragment[ROWS / 16][KEY_WARPS][32];  // of 16 keys, as the B operand for two groups of 8 rows
     float factor[ROWS];  // rescales earlier sums, if `raised`
     uint32_t raised;
 #if SPARSE && KV_E4M3
@@ -70,27 +74,32 @@ struct ScoreCheck {
 };
 
 #if SPARSE
-// The output of a CTA consists of groups, which are what a warp product adds to: 16 columns of 8 rows. A CTA of a cluster
-// merges as many groups as any other; here are those of all CTAs, one CTA's after the other's, as lanes hold them.
-constexpr int OUTPUT_GROUPS = LATENT / 16 * (ROWS / 8);
+// 16 rows of the output of a CTA consist of groups, which are what a warp product adds to: 16 columns of 8 rows. A CTA of
+// a cluster merges as many groups as any other; here are those of all CTAs, one CTA's after the other's, as lanes hold
+// them.
+constexpr int OUTPUT_GROUPS = LATENT / 16 * 2;
 static_assert(SPARSE_MLA_MAX_CLUSTER_CTAS <= CONSUMER_WARPS, "the groups of a warp are merged by one CTA");
 struct MergeInput {
     float4 sums[OUTPUT_GROUPS][32];
-    float2 statistics[SPARSE_MLA_MAX_CLUSTER_CTAS][ROWS];  // maxima and sums
+    float2 statistics[SPARSE_MLA_MAX_CLUSTER_CTAS][16];  // maxima and sums
 };
 #endif
 
 struct SharedStorage {
     alignas(1024) char stages[STAGES][STAGE_BYTES];  // the queries of a work tile, then its KV tiles
+#if SPARSE && KV_E4M3
+    alignas(1024) char q[COLUMNS / 64][QUERY_BOX_BYTES];  // as the B operand
+#endif
     alignas(16) Probabilities p[P_STAGES];
     ScoreCheck score_check[P_STAGES];
 #if SPARSE
     uint32_t tile[STAGES];  // keys of the stage's tile (in both its stages), and LAST_TILE
-    float4 partial_scores[QK_WARPS][32];  // of a QK warp's share of the columns, for another's rows
     int slots[PRODUCER_WARPS][SLOT_RING];  // rows that are still to be copied, in a ring
     alignas(16) MergeInput merge;
     alignas(8) uint64_t merge_full, merge_empty;
-#if KV_E4M3
+#if !KV_E4M3
+    float4 partial_scores[QK_WARPS][32];  // of a QK warp's share of the columns, for another's rows
+#else
     float top_scale[KEY_WARPS][SCALE_BLOCKS];
     float unit[SCALE_BLOCKS];  // of a work tile: outputs are multiples of it
 #endif

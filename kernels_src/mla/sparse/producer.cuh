@@ -1,4 +1,4 @@
-// Producer warps of the sparse kernel for 16 rows: queries, and the rows that a list names, into the pipeline.
+// Producer warps of the sparse kernel in clusters: the rows that a list names, and queries, into the pipeline.
 #pragma once
 #include "../few_rows/queries.cuh"
 #include "cluster_tiles.cuh"
@@ -17,6 +17,7 @@ DEVICE void load(const Params& p, SharedStorage& shared) {
     PipelineState<STAGES> kv_state;
     kv_state.advance(half);
     const auto begin = [&](const WorkTile& work) {
+        if constexpr (!QUERIES_IN_STAGE) return;
         if (half == 0) {
             wait_barrier(shared.empty[kv_state.index], kv_state.phase ^ 1);
             copy_queries(p, work, shared_address(shared.stages[kv_state.index]),

@@ -41,7 +41,7 @@ SPARSE_MLA_DECODE = StructLayout.declare(
         Field("rows", "int32", "rows of the cache: slots from there on are outside of it"),
         Field("page_size_log2", "int32", "log2 of the rows in a page"),
         Field("cta_group_size", "int32", "neighbouring CTAs that process as many row tiles of a token in step"),
-        Field("splits", "int32", "0: stream-K; else the most splits of an output tile, by its own list's length"),
+        Field("splits", "int32", "0: stream-K; else the most splits of an output tile, or its parts in clusters"),
         SLACK_TILES_FIELD,
         Field("out_type", "int32", ATTENTION_TYPES_TEXT),
         Field("lse_sink", "int32", "1: the log-sum-exp includes the sink"),

@@ -93,5 +93,5 @@ def sparse_mla_regions(selection: SparseMlaSelection, problem: SparseMlaProblem)
     """The workspace; an output tile is one row tile of a token. Clusters merge in their shared memory."""
     output_tiles, rows = problem.shape.batch * selection.row_tiles, int(selection.kernel.traits["rows"])
     statistics_bytes, out_bytes = rows * (2 + CONSTANTS.mla_max_row_scales) * 4, rows * problem.latent * 2
-    ctas = 0 if selection.cluster_size else selection.ctas
-    return scratch_regions(output_tiles, selection.splits, ctas, statistics_bytes, out_bytes)
+    splits, ctas = (0, 0) if selection.cluster_size else (selection.splits, selection.ctas)
+    return scratch_regions(output_tiles, splits, ctas, statistics_bytes, out_bytes)

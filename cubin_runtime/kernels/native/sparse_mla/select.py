@@ -29,8 +29,8 @@ _START_TILES, _MERGE_TILES, _BUSY_CTAS = 2.0, 2.0, 96
 # multiprocessors, one is left over.
 _GPC_SHARE = 11
 _MAX_CLUSTERS = (1 << 16) - 1  # of a grid
-# With batch_invariant, so that neither the tokens nor the width of a list decide.
-_INVARIANT_CLUSTER = 4
+# With batch_invariant the parts of a list, so that neither the tokens nor its width decide.
+_INVARIANT_PARTS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +51,8 @@ class SparseMlaShape:
 class SparseMlaSelection(Selection):
     """The kernel and its grid; ``cta_group_size`` and ``slack_tiles`` are as in ``MlaSelection``.
 
-    ``cluster_size`` are the CTAs of a cluster, which share the list of an output tile; 0: the CTAs divide all tiles
-    evenly.
+    ``cluster_size`` are the CTAs of a cluster, which share the list of an output tile, with ``splits`` in as many parts;
+    0: the CTAs divide all tiles evenly.
     """
 
     cta_group_size: int
@@ -70,7 +70,7 @@ class SparseMlaSelection(Selection):
             clusters = (
                 f"{self.ctas // self.cluster_size} of {self.cluster_size} CTAs, each with output tiles of its own"
             )
-            return ("clusters", clusters), rows
+            return ("clusters", clusters), rows, ("parts of a list", self.splits or self.cluster_size)
         groups = f"{self.ctas // self.cta_group_size} of {self.cta_group_size} CTAs, one CTA per row tile of a token"
         return ("groups", groups), rows, ("splits", self.splits or "stream-K over all output tiles")
 
@@ -138,12 +138,12 @@ def _cluster_grid(
     """Clusters of the size that is fastest by ``_cluster_tiles``, which compute as many output tiles each."""
     output_tiles = shape.batch * row_tiles
     sizes = [1 << log2 for log2 in range(int(kernel.traits["max_cluster"]).bit_length())]
-    size = _INVARIANT_CLUSTER
-    if not shape.batch_invariant:
-        size = min(sizes, key=lambda size: _cluster_tiles(size, output_tiles, kv_tiles, device))
+    splits = 0
+    if shape.batch_invariant:
+        splits = _INVARIANT_PARTS
+        sizes = [size for size in sizes if splits // int(kernel.traits["max_cta_parts"]) <= size <= splits]
+    size = min(sizes, key=lambda size: _cluster_tiles(size, output_tiles, kv_tiles, device))
     passes = _passes(size, output_tiles, device)
-    if most_passes := int(kernel.traits["max_output_tiles"]):
-        passes = min(passes, most_passes)
     clusters = -(-output_tiles // passes)
     if clusters > _MAX_CLUSTERS:
         raise UsageError(
@@ -151,7 +151,8 @@ def _cluster_grid(
             f"{_MAX_CLUSTERS * passes // row_tiles}"
         )
     tiles = f"{output_tiles} output tiles of {kv_tiles} tiles of {kernel.traits['tile_tokens']} entries"
-    return _Grid(clusters * size, f"{tiles} over {clusters} clusters of {size} CTAs", cluster_size=size)
+    words = f"{tiles} over {clusters} clusters of {size} CTAs"
+    return _Grid(clusters * size, words, splits=splits, cluster_size=size)
 
 
 def _passes(size: int, output_tiles: int, device: DeviceFacts) -> int:
