@@ -35,20 +35,20 @@ extern "C" __global__ void __launch_bounds__(paged_mla_decode::THREADS, 1)
     __syncthreads();
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     if (warp >= FIRST_QK_THREAD / 32) {
-        setmaxnreg_inc<QK_REGISTERS>();
+        set_registers<QK_REGISTERS>();
         score(p, shared);
-        cluster_wait();
+        wait_for_cluster();
     } else if (warp >= FIRST_PRODUCER_THREAD / 32) {
         cluster_arrive_relaxed();
-        setmaxnreg_dec<PRODUCER_REGISTERS>();
+        set_registers<PRODUCER_REGISTERS>();
         load(p, shared);
         allow_next_grid();
         if (blockIdx.x == 0 && blockIdx.y == 0)
             report_invalid_lengths(p, threadIdx.x - FIRST_PRODUCER_THREAD, PRODUCER_WARPS * 32);
-        cluster_wait();
+        wait_for_cluster();
     } else {
         cluster_arrive_relaxed();
-        setmaxnreg_dec<CONSUMER_REGISTERS>();
+        set_registers<CONSUMER_REGISTERS>();
         consume(p, shared);
     }
 }

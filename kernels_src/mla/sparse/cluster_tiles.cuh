@@ -10,6 +10,20 @@ namespace paged_mla_decode {
 DEVICE int cluster_rank() { return blockIdx.x; }
 DEVICE int cluster_size_log2() { return __popc(gridDim.x - 1); }
 
+// After cluster_arrive_relaxed(). A launch without clusters would wait forever.
+DEVICE void wait_for_cluster() {
+    if (gridDim.x > 1) cluster_wait();
+}
+
+// Of the warpgroup's threads, from as many as any thread has at the launch.
+template <int COUNT>
+DEVICE void set_registers() {
+    if constexpr (COUNT > 65536 / THREADS / 8 * 8)
+        setmaxnreg_inc<COUNT>();
+    else
+        setmaxnreg_dec<COUNT>();
+}
+
 // Under batch invariance p.splits parts of a list make up its output, whatever the size of a cluster; a CTA has up to so
 // many of them, one after the other, of which it keeps the first in registers.
 constexpr int CTA_PARTS = SCALED && ROWS == 16 ? SPARSE_MLA_MAX_CTA_PARTS : 1;

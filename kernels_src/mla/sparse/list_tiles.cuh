@@ -133,7 +133,7 @@ DEVICE void consume(const Params& p, SharedStorage& shared) {
                     for (int rank = 0; rank < gridDim.x; ++rank) release_in_cta(shared.merge_empty, rank);
             }
         }
-        if (warmup) cluster_wait();  // until the other CTAs have begun and need their memory for no warm-up
+        if (warmup) wait_for_cluster();  // until the other CTAs have begun and need their memory for no warm-up
     }
 }
 
