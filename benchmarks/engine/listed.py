@@ -8,6 +8,10 @@ from typing import Any
 
 SAMPLES = 8  # query tokens of a call
 LATENT, SCALES, ROPE = 512, 4, 64
+NOTHING = {
+    **{"calls": 0, "most_tokens_of_a_call": 0, "tokens": 0, "tokens_with_full_lists": 0},
+    **{"relative_error": 0.0, "absolute_error": 0.0},
+}
 
 
 @contextmanager
@@ -17,12 +21,11 @@ def listed_layers(layer_class: Any) -> Iterator[dict[str, float]]:
     A relative error is that of the norm over all heads of a token.
     """
     inner: Callable[..., Any] = layer_class.attend
-    counted = {"calls": 0, "most_tokens_of_a_call": 0, "tokens": 0, "tokens_with_full_lists": 0}
-    counted |= {"relative_error": 0.0, "absolute_error": 0.0}
+    counted = dict(NOTHING)
 
     def attend(own: Any, q: Any, kv_cache: Any, indices: Any) -> Any:
         out = inner(own, q, kv_cache, indices)
-        _count(counted, q, kv_cache, indices, own.scale, out)
+        count(counted, q, kv_cache, indices, own.scale, out)
         return out
 
     layer_class.attend = attend
@@ -32,7 +35,7 @@ def listed_layers(layer_class: Any) -> Iterator[dict[str, float]]:
         layer_class.attend = inner
 
 
-def _count(counted: dict[str, float], q: Any, kv_cache: Any, indices: Any, scale: float, out: Any) -> None:
+def count(counted: dict[str, float], q: Any, kv_cache: Any, indices: Any, scale: float, out: Any) -> None:
     import torch
 
     q = torch.cat(q, dim=-1) if isinstance(q, tuple) else q

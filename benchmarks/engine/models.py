@@ -34,6 +34,8 @@ DEEPSEEK_SMALL |= {"num_key_value_heads": 16, "num_attention_heads": 16, "q_lora
 # V3.2: an indexer chooses the keys of each token, and so few that prompts of the benchmarks are longer.
 DEEPSEEK_LISTS = DEEPSEEK_SMALL | {"num_key_value_heads": 64, "num_attention_heads": 64, "index_topk": 512}
 DEEPSEEK_LISTS |= {"index_n_heads": 64, "index_head_dim": 128}
+# Heads that ranks have, with lists of the published model's length.
+LISTS_HEADS = (8, 16, 64, 128)
 # The class of the configuration in transformers, and what it is made from.
 CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", LLAMA | {"num_hidden_layers": 4}),
@@ -48,6 +50,15 @@ CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "gptoss": ("GptOssConfig", GPT_OSS | {"num_hidden_layers": 4, "num_local_experts": 8}),
     "deepseek": ("DeepseekV3Config", DEEPSEEK_SMALL | {"num_hidden_layers": 4}),
     "deepseek-lists": ("DeepseekV32Config", DEEPSEEK_LISTS | {"num_hidden_layers": 4}),
+    **{
+        f"deepseek-lists-{heads}": (
+            "DeepseekV32Config",
+            DEEPSEEK_LISTS
+            | {"num_key_value_heads": heads, "num_attention_heads": heads}
+            | {"index_topk": 2048, "num_hidden_layers": 4},
+        )
+        for heads in LISTS_HEADS
+    },
     "deepseek-shape": ("DeepseekV3Config", DEEPSEEK | {"num_hidden_layers": 8}),
     # Of whose keys a rank has as many as the others.
     "one-kv-head": ("LlamaConfig", LLAMA | {"num_hidden_layers": 4, "num_key_value_heads": 1}),
