@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .commands import Requests, memory, prompt_of
-from .listed import listed_layers
+from .listed import listed_bits, listed_layers
 from .trace import Trace
 
 DEFAULTS = {"skip_tokenizer_init": True, "max_model_len": 8192, "dtype": "bfloat16", "seed": 0}
@@ -131,6 +131,13 @@ class Worker(Requests):
         with listed_layers(CubinRuntimeSparseMlaImpl) as counted:
             self._generate([prompt_of(chance, length) for length in lengths], new)
         return counted
+
+    def listed_crowd(self, times: int) -> dict[str, int]:
+        """As ``crowd``, with what sparse MLA layers of ours got and gave; in the process, without graphs."""
+        from cubin_runtime.integrations.vllm.sparse_mla_backend import CubinRuntimeSparseMlaImpl
+
+        with listed_bits(CubinRuntimeSparseMlaImpl) as counted:
+            return {**self.crowd(times), **counted}
 
     def host(self, requests: int, new: int, seed: int) -> dict[str, Any]:
         """Host time of a decode step's attention: the builder, and all layers."""
