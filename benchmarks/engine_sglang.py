@@ -39,10 +39,8 @@ LISTS_OPTIONS = {"dsa_prefill_backend": "flashmla_sparse", "dsa_decode_backend":
 PACKED = {"kv_cache_dtype": "fp8_e4m3", "dsa_prefill_backend": "flashmla_kv", "dsa_decode_backend": "flashmla_kv"}
 EAGER = {"disable_cuda_graph": True}
 LISTS_THIRDS: dict[str, dict[str, Any]] = {
-    f"{OURS} eager": EAGER,
     f"{OURS} fp8_e4m3": PACKED,
     f"{LISTS_PEER} fp8_e4m3": PACKED,
-    f"{OURS} fp8_e4m3 eager": PACKED | EAGER,
 }
 JOBS = {"1 x 4,000 + 128": ([4000], 128), "64 x 1,024 + 128": ([1024] * 64, 128), "16 x 7,000 + 96": ([7000] * 16, 96)}
 

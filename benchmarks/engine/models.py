@@ -28,7 +28,7 @@ GPT_OSS = COMMON | {"hidden_size": 2880, "intermediate_size": 2880, "head_dim": 
 GPT_OSS |= {"num_attention_heads": 64, "num_key_value_heads": 8, "num_experts_per_tok": 4}
 DEEPSEEK = COMMON | {"num_key_value_heads": 128, "num_attention_heads": 128, "n_group": 1, "topk_group": 1}
 DEEPSEEK |= {"hidden_size": 7168, "n_routed_experts": 8, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
-DEEPSEEK |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}  # which vLLM and SGLang ask for
+DEEPSEEK |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}  # which vLLM or SGLang asks for
 DEEPSEEK_SMALL = DEEPSEEK | {"hidden_size": 2048, "intermediate_size": 4096, "moe_intermediate_size": 768}
 DEEPSEEK_SMALL |= {"num_key_value_heads": 16, "num_attention_heads": 16, "q_lora_rank": 768}
 # V3.2: an indexer chooses the keys of each token, and so few that prompts of the benchmarks are longer.
