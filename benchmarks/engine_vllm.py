@@ -54,6 +54,7 @@ MODELS = ("llama", "gptoss", "gemma3", "qwen3moe", "deepseek", "deepseek-lists",
 TOKENS_CACHE = 3_000_000_000
 # Engines beside both backends and ours without graphs, by the other backend.
 PACKED_CACHE = {"kv_cache_dtype": PACKED}
+DRAFTED = "drafts"  # the last word of labels
 THIRDS: dict[str, dict[str, dict[str, Any]]] = {
     PEER: {"TRITON_ATTN": {}},
     MLA_PEER: {"FLASHMLA": {}, "TRITON_MLA": {}},
@@ -78,13 +79,28 @@ def tokens(run: Run) -> None:
 
 def lists(run: Run) -> None:
     """Outputs of sparse MLA layers beside float32, over caches of both kinds, for the lists that the engine made."""
-    for model in run.names or ("deepseek-lists",):
-        with ExitStack() as stack:
-            given = {"in_process": True, "enforce_eager": True, "kv_cache_memory_bytes": TOKENS_CACHE}
-            engines = run.start(stack, model, {OURS: {}, f"{OURS} {PACKED}": PACKED_CACHE}, **given)
+    lengths = [1, 17, 100, 500, 512, 513, 700, 1500, 2047, 2048, 2049, 3000, 7000]
+    with ExitStack() as stack:
+        given = {"in_process": True, "enforce_eager": True, "kv_cache_memory_bytes": TOKENS_CACHE, "wait": False}
+        started = {
+            model: run.start(stack, model, _listed(run, model), **given) for model in run.names or ("deepseek-lists",)
+        }
+        for model, starting in started.items():
+            engines, failed = run.ready(starting)
             for engine in engines:
-                engine.tell("listed", lengths=[1, 17, 100, 500, 512, 513, 700, 1500, 3000, 7000], new=16)
-            run.row(model=model, **run.both(engines), layers={engine.label: engine.answer() for engine in engines})
+                engine.tell("listed", lengths=lengths, new=16, repeated=engine.label.endswith(DRAFTED))
+            layers = {engine.label: engine.answer() for engine in engines}
+            run.row(model=model, failed=failed, **run.both(engines), layers=layers)
+
+
+def _listed(run: Run, model: str) -> dict[str, dict[str, Any]]:
+    """Variants of our engine; with drafts where the model has a layer for them."""
+    variants: dict[str, dict[str, Any]] = {OURS: {}, f"{OURS} {PACKED}": PACKED_CACHE}
+    if model.endswith("-mtp"):
+        for drafter, asked in drafters(run, model).items():
+            more = {"speculative_config": asked, "disable_log_stats": False}
+            variants[f"{OURS} {PACKED} {drafter} {DRAFTED}"] = PACKED_CACHE | more
+    return variants
 
 
 def figures(run: Run) -> None:
@@ -229,7 +245,7 @@ def invariance(run: Run) -> None:
         engines, failed = run.ready(run.pair(stack, model, more=more, **asked))
         for engine in engines:
             ours = "listed_crowd" if listed else "traced"
-            engine.tell(ours if engine.label.startswith(OURS) else "crowd", times=10 if listed else 50)
+            engine.tell(ours if engine.label.startswith(OURS) else "crowd", times=run.rounds if listed else 50)
         crowds = {engine.label: engine.answer() for engine in engines}
         run.row(model=model, state="batch invariance", failed=failed, **run.both(engines), crowds=crowds)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,7 @@ def install(folder: Path) -> Path:
     described.mkdir()
     (described / "METADATA").write_text("Metadata-Version: 2.1\nName: engine-listed\nVersion: 1\n")
     (described / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{NAME} = {__name__}:register\n")
-    paths = (folder, Path(__file__).parents[1], os.environ.get("PYTHONPATH", ""))
-    os.environ["PYTHONPATH"] = os.pathsep.join(map(str, paths))
+    sys.path.insert(0, str(folder))  # which spawned processes inherit, whatever PYTHONPATH says
     os.environ["SGLANG_PLUGINS"] = f"{os.environ['SGLANG_PLUGINS']},{NAME}"
     os.environ[RESULT] = str(folder / "counted.json")
     return folder / "counted.json"

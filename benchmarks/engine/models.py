@@ -33,7 +33,7 @@ DEEPSEEK_SMALL = DEEPSEEK | {"hidden_size": 2048, "intermediate_size": 4096, "mo
 DEEPSEEK_SMALL |= {"num_key_value_heads": 16, "num_attention_heads": 16, "q_lora_rank": 768}
 # V3.2: an indexer chooses the keys of each token, and so few that prompts of the benchmarks are longer.
 DEEPSEEK_LISTS = DEEPSEEK_SMALL | {"num_key_value_heads": 64, "num_attention_heads": 64, "index_topk": 512}
-DEEPSEEK_LISTS |= {"index_n_heads": 64, "index_head_dim": 128}
+DEEPSEEK_LISTS |= {"index_n_heads": 64, "index_head_dim": 128, "num_experts": DEEPSEEK["n_routed_experts"]}
 # Lists of the published model's length, and as many heads as ranks of it have; one with a layer that drafts (MTP).
 LISTS_OF_2048 = {
     f"deepseek-lists-{name}": DEEPSEEK_LISTS
