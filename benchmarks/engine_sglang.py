@@ -3,6 +3,7 @@
 Run by ``engine_run.sh`` with what ``tools/pack_engine.py`` packed, with the options of ``engine_vllm.py``. Sections:
 
 * ``tokens``: greedy tokens of models with random weights, judged in float32.
+* ``lists``: outputs of sparse MLA layers beside float32, for the lists that SGLang's indexer made.
 * ``deterministic``: bits of requests in crowds, with deterministic inference.
 * ``drafts``: jobs with n-gram drafts, and judged tokens.
 * ``figures``: jobs of models of real shapes; engines take turns, ``--rounds`` times.
@@ -26,12 +27,20 @@ from engine.program import main
 from engine.sglang_worker import Worker
 from engine.turns import take_turns
 
-OURS, PEER = "cubin_runtime", "triton"
+OURS, PEER, LISTS_PEER = "cubin_runtime", "triton", "dsa"
 MODELS = ("llama", "deepseek", "gemma3")
 NGRAM: dict[str, Any] = {
     "speculative_algorithm": "NGRAM",
     "speculative_num_draft_tokens": 5,
     "speculative_ngram_max_bfs_breadth": 1,
+}
+# SGLang's FlashMLA attends to prompts of all engines, and to decodes of its own backend.
+LISTS_OPTIONS = {"dsa_prefill_backend": "flashmla_sparse", "dsa_decode_backend": "flashmla_sparse"}
+PACKED = {"kv_cache_dtype": "fp8_e4m3", "dsa_prefill_backend": "flashmla_kv", "dsa_decode_backend": "flashmla_kv"}
+EAGER = {"disable_cuda_graph": True}
+LISTS_THIRDS: dict[str, dict[str, Any]] = {
+    f"{OURS} fp8_e4m3": PACKED,
+    f"{LISTS_PEER} fp8_e4m3": PACKED,
 }
 JOBS = {"1 x 4,000 + 128": ([4000], 128), "64 x 1,024 + 128": ([1024] * 64, 128), "16 x 7,000 + 96": ([7000] * 16, 96)}
 
@@ -42,12 +51,12 @@ class SglangRun(Run):
     engine, ours = "sglang", OURS
 
     def peer_of(self, model: str) -> str:
-        """Triton."""
-        return PEER
+        """Triton; FlashMLA where an indexer chooses the keys."""
+        return LISTS_PEER if model.startswith("deepseek-lists") else PEER
 
     def maker(self, options: dict[str, Any], in_process: bool) -> Callable[[], Requests]:
         """What makes an engine in the process that calls it."""
-        return partial(Worker, options)
+        return partial(Worker, options, in_process)
 
     def options(self, model: str, backend: str, **more: Any) -> dict[str, Any]:
         """Arguments of ``sglang.Engine``."""
@@ -57,11 +66,19 @@ class SglangRun(Run):
             given["load_format"] = "dummy"
         if model.startswith("gemma"):
             given["disable_hybrid_swa_memory"] = True
+        if model.startswith("deepseek-lists"):
+            given |= {"kv_cache_dtype": "bfloat16", **LISTS_OPTIONS}
         return {**given, **more}
 
     def surroundings(self, backend: str) -> dict[str, str]:
         """Variables of an engine's process: no network, and a cache that the other engine does not share."""
-        return {"HF_HUB_OFFLINE": "1", "SGLANG_PLUGINS": OURS, "TRITON_CACHE_DIR": str(scratch() / f"triton.{backend}")}
+        alone = {
+            "HF_HUB_OFFLINE": "1",
+            "SGLANG_PLUGINS": OURS,
+            "TRITON_CACHE_DIR": str(scratch() / f"triton.{backend}"),
+        }
+        # Short prompts would run on FlashAttention-3, which is not packed.
+        return {**alone, "SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD": "0"}
 
     def import_engine(self) -> None:
         """Show nvcc the headers of CCCL, which SGLang's kernels include; importing SGLang would initialize CUDA."""
@@ -75,12 +92,28 @@ def tokens(run: Run) -> None:
     names = run.names or MODELS
     for pair in (names[number : number + 2] for number in range(0, len(names), 2)):
         with ExitStack() as stack:
-            starting = {model: run.pair(stack, model, wait=False) for model in pair}
+            starting = {model: run.pair(stack, model, more=_thirds(run, model), wait=False) for model in pair}
             for model, of_model in starting.items():
                 engines, failed = run.ready(of_model)
                 graphs = {engine.label: engine.graphs() for engine in engines}
                 row = {"model": model, "failed": failed, "graphs": graphs, **run.both(engines)}
                 run.row(**row, **run.judged(engines, model, model))
+
+
+def _thirds(run: Run, model: str) -> dict[str, dict[str, Any]]:
+    return LISTS_THIRDS if run.peer_of(model) == LISTS_PEER else {}
+
+
+def lists(run: Run) -> None:
+    """Outputs of sparse MLA layers beside float32, over caches of both kinds, for the lists that the engine made."""
+    for model in run.names or ("deepseek-lists-64",):
+        with ExitStack() as stack:
+            variants = {OURS: {}, f"{OURS} fp8_e4m3": PACKED}
+            engines, failed = run.ready(run.start(stack, model, variants, in_process=True, wait=False, **EAGER))
+            for engine in engines:
+                engine.tell("listed", lengths=[1, 17, 100, 500, 2047, 2048, 2049, 3000, 5000, 7000], new=16)
+            layers = {engine.label: engine.answer() for engine in engines}
+            run.row(model=model, failed=failed, **run.both(engines), layers=layers)
 
 
 def deterministic(run: Run) -> None:
@@ -130,4 +163,4 @@ def refusals(run: Run) -> None:
 
 
 if __name__ == "__main__":
-    main(SglangRun, (tokens, deterministic, drafts, figures, refusals))
+    main(SglangRun, (tokens, lists, deterministic, drafts, figures, refusals))

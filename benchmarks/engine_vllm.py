@@ -54,6 +54,7 @@ MODELS = ("llama", "gptoss", "gemma3", "qwen3moe", "deepseek", "deepseek-lists",
 TOKENS_CACHE = 3_000_000_000
 # Engines beside both backends and ours without graphs, by the other backend.
 PACKED_CACHE = {"kv_cache_dtype": PACKED}
+DRAFTED = "drafts"  # the last word of labels
 THIRDS: dict[str, dict[str, dict[str, Any]]] = {
     PEER: {"TRITON_ATTN": {}},
     MLA_PEER: {"FLASHMLA": {}, "TRITON_MLA": {}},
@@ -78,13 +79,28 @@ def tokens(run: Run) -> None:
 
 def lists(run: Run) -> None:
     """Outputs of sparse MLA layers beside float32, over caches of both kinds, for the lists that the engine made."""
-    for model in run.names or ("deepseek-lists",):
-        with ExitStack() as stack:
-            given = {"in_process": True, "enforce_eager": True, "kv_cache_memory_bytes": TOKENS_CACHE}
-            engines = run.start(stack, model, {OURS: {}, f"{OURS} {PACKED}": PACKED_CACHE}, **given)
+    lengths = [1, 17, 100, 500, 512, 513, 700, 1500, 2047, 2048, 2049, 3000, 7000]
+    with ExitStack() as stack:
+        given = {"in_process": True, "enforce_eager": True, "kv_cache_memory_bytes": TOKENS_CACHE, "wait": False}
+        started = {
+            model: run.start(stack, model, _listed(run, model), **given) for model in run.names or ("deepseek-lists",)
+        }
+        for model, starting in started.items():
+            engines, failed = run.ready(starting)
             for engine in engines:
-                engine.tell("listed", lengths=[1, 17, 100, 500, 512, 513, 700, 1500, 3000, 7000], new=16)
-            run.row(model=model, **run.both(engines), layers={engine.label: engine.answer() for engine in engines})
+                engine.tell("listed", lengths=lengths, new=16, repeated=engine.label.endswith(DRAFTED))
+            layers = {engine.label: engine.answer() for engine in engines}
+            run.row(model=model, failed=failed, **run.both(engines), layers=layers)
+
+
+def _listed(run: Run, model: str) -> dict[str, dict[str, Any]]:
+    """Variants of our engine; with drafts where the model has a layer for them."""
+    variants: dict[str, dict[str, Any]] = {OURS: {}, f"{OURS} {PACKED}": PACKED_CACHE}
+    if model.endswith("-mtp"):
+        for drafter, asked in drafters(run, model).items():
+            more = {"speculative_config": asked, "disable_log_stats": False}
+            variants[f"{OURS} {PACKED} {drafter} {DRAFTED}"] = PACKED_CACHE | more
+    return variants
 
 
 def figures(run: Run) -> None:
@@ -104,8 +120,9 @@ def cache_dtypes(run: Run) -> None:
     jobs = {"64 x 1,024 + 128": ([1024] * 64, 128), "16 x 7,000 + 64": ([7000] * 16, 64)}
     for model in run.names or ("llama-half-shape",):
         with ExitStack() as stack:
-            quantized = {"kv_cache_dtype": "fp8", "kv_cache_memory_bytes": run.cache_bytes // 2}
-            more = {f"{backend} fp8": quantized for backend in (OURS, run.peer_of(model))}
+            dtype = PACKED if run.peer_of(model) == LISTS_PEER else "fp8"
+            quantized = {"kv_cache_dtype": dtype, "kv_cache_memory_bytes": run.cache_bytes // 2}
+            more = {f"{backend} {dtype}": quantized for backend in (OURS, run.peer_of(model))}
             engines, failed = run.ready(run.pair(stack, model, more=more, wait=False, kv_cache_dtype="auto"))
             run.row(model=model, failed=failed, **run.both(engines))
             take_turns(run, engines, jobs, model=model)
@@ -136,8 +153,10 @@ def host(run: Run) -> None:
             run.row(model=model, requests=requests, rounds=rounds)
 
 
-def drafters(run: Run) -> dict[str, dict[str, Any] | None]:
+def drafters(run: Run, model: str) -> dict[str, dict[str, Any] | None]:
     """The model itself, whose drafts hold; chains of EAGLE; n-grams, whose drafts differ in number; and no drafter."""
+    if run.peer_of(model) == LISTS_PEER:
+        return {"MTP": {"method": "mtp", "num_speculative_tokens": 3}, "n-gram": {**NGRAM, "num_speculative_tokens": 3}}
     four = {"num_speculative_tokens": 4}
     return {
         "the model": {**four, "method": "draft_model", "model": str(run.models / "llama")},
@@ -150,23 +169,30 @@ def drafters(run: Run) -> dict[str, dict[str, Any] | None]:
 def drafts(run: Run) -> None:
     """Jobs with drafts, in turns, and judged tokens."""
     jobs = {"1 x 512": [512], "64 x 1,024": [1024] * 64}
-    for drafter, asked in drafters(run).items():
+    model = (run.names or ("llama",))[0]
+    for drafter, asked in drafters(run, model).items():
         more: dict[str, Any] = {} if asked is None else {"speculative_config": asked}
         with ExitStack() as stack:
             try:
-                engines = run.pair(stack, "llama", **more, disable_log_stats=False)
+                engines = run.pair(stack, model, **more, disable_log_stats=False)
             except RuntimeError as error:
-                run.row(drafter=drafter, error=str(error)[-700:])
+                run.row(model=model, drafter=drafter, error=str(error)[-700:])
                 continue
-            row = {"drafter": drafter, **run.both(engines), "graphs": {each.label: each.graphs() for each in engines}}
+            row = {
+                "model": model,
+                "drafter": drafter,
+                **run.both(engines),
+                "graphs": {each.label: each.graphs() for each in engines},
+            }
             for job, prompts in jobs.items():
                 rounds: dict[str, list[Any]] = {engine.label: [] for engine in engines}
                 for number in range(1 + run.rounds):
                     for engine in engines if number % 2 else engines[::-1]:
                         rounds[engine.label].append(engine.ask("drafts", prompts=prompts, new=128, seed=4))
                 best = {backend: min(each["seconds"] for each in times[1:]) for backend, times in rounds.items()}
-                run.row(drafter=drafter, job=job, rounds=rounds, ratio=round(best[PEER] / best[OURS], 4))
-            run.row(**row, **run.judged(engines, "llama", f"drafts.{drafter.replace(' ', '_')}"))
+                ratio = round(best[run.peer_of(model)] / best[OURS], 4)
+                run.row(model=model, drafter=drafter, job=job, rounds=rounds, ratio=ratio)
+            run.row(**row, **run.judged(engines, model, f"drafts.{drafter.replace(' ', '_')}"))
 
 
 def refusals(run: Run) -> None:
@@ -213,10 +239,15 @@ def invariance(run: Run) -> None:
     model = (run.names or ("llama",))[0]
     with ExitStack() as stack:
         invariant = {"VLLM_BATCH_INVARIANT": "1"}
-        engines = run.pair(stack, model, in_process=True, environment=invariant, enforce_eager=True)
+        asked: dict[str, Any] = {"in_process": True, "environment": invariant, "enforce_eager": True, "wait": False}
+        listed = run.peer_of(model) == LISTS_PEER
+        more = {f"{OURS} {PACKED}": PACKED_CACHE} if listed else {}
+        engines, failed = run.ready(run.pair(stack, model, more=more, **asked))
         for engine in engines:
-            engine.tell("traced" if engine.label == OURS else "crowd", times=50)
-        run.row(model=model, state="batch invariance", crowds={engine.label: engine.answer() for engine in engines})
+            ours = "listed_crowd" if listed else "traced"
+            engine.tell(ours if engine.label.startswith(OURS) else "crowd", times=run.rounds if listed else 50)
+        crowds = {engine.label: engine.answer() for engine in engines}
+        run.row(model=model, state="batch invariance", failed=failed, **run.both(engines), crowds=crowds)
 
 
 def server(run: Run) -> None:

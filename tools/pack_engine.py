@@ -7,8 +7,8 @@ The archive has one folder, ``site``, for PYTHONPATH: the engine and the package
 ``sglang_packages.txt``, which come from the package index. vLLM is 0.26.0, the last release for PyTorch 2.11; SGLang
 0.5.16 is one of those. Machine code that the benchmarks do not run is zeroed, so that 400 MB pack into 30: code for
 other GPUs, quantized matrix products of vLLM, and of its FlashAttention-3 what is not bf16 at head dimensions 64, 128
-and 256, e4m3 at 64 and 128, or of MLA; SGLang's FlashAttention-3 and FlashMLA are left out. Nothing of this belongs
-into this repository.
+and 256, e4m3 at 64 and 128, or of MLA; SGLang's FlashAttention-3 is left out. Nothing of this belongs into this
+repository.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ ENGINES = {
     ),
     "sglang": Engine(
         ("sglang==0.5.16", "sglang-kernel==0.4.5"),
-        ("sgl_kernel/sm90/common_ops.abi3.so",),
+        ("sgl_kernel/sm90/common_ops.abi3.so", "sgl_kernel/flashmla_ops.abi3.so"),
         frozenset({80, 90}),
         frozenset(),
         (
-            *("sgl_kernel/sm100", "sgl_kernel/flash_ops.abi3.so", "sgl_kernel/flashmla_ops.abi3.so"),
-            *("sgl_kernel/infllm_ops*", "sglang/multimodal_gen", "sglang/srt/grpc/*.so"),
+            *("sgl_kernel/sm100", "sgl_kernel/flash_ops.abi3.so", "sgl_kernel/infllm_ops*"),
+            *("sglang/multimodal_gen", "sglang/srt/grpc/*.so"),
             "torchao/_C_cutlass_90a.abi3.so",
         ),
     ),

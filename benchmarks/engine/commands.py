@@ -88,7 +88,7 @@ class Requests(ABC):
     def drafts(self, prompts: Sequence[int], new: int, seed: int) -> dict[str, Any]:
         """Seconds of a job whose prompts repeat themselves, so that an n-gram drafter finds drafts; they are cached."""
         chance = random.Random(seed)
-        given = [(prompt_of(chance, 24) * (length // 24 + 1))[:length] for length in prompts]
+        given = [repeating_prompt(chance, length) for length in prompts]
         self._generate(given, 1)
         before = self._drafted()
         seconds = self._seconds(given, new)
@@ -103,6 +103,11 @@ class Requests(ABC):
 def prompt_of(chance: random.Random, length: int) -> list[int]:
     """Random tokens, none of them of a byte."""
     return [chance.randrange(256, 31000) for _ in range(length)]
+
+
+def repeating_prompt(chance: random.Random, length: int) -> list[int]:
+    """The same 24 random tokens again and again."""
+    return (prompt_of(chance, 24) * (length // 24 + 1))[:length]
 
 
 def memory() -> dict[str, int]:

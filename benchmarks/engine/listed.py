@@ -6,8 +6,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from .trace import digests, weights
+
+DECODED = 128  # query tokens of a call at most, so that it has no prompt
 SAMPLES = 8  # query tokens of a call
 LATENT, SCALES, ROPE = 512, 4, 64
+NOTHING = {
+    "calls": 0,
+    "most_tokens_of_a_call": 0,
+    "tokens": 0,
+    "tokens_with_full_lists": 0,
+    "relative_error": 0.0,
+    "absolute_error": 0.0,
+}
 
 
 @contextmanager
@@ -17,12 +28,11 @@ def listed_layers(layer_class: Any) -> Iterator[dict[str, float]]:
     A relative error is that of the norm over all heads of a token.
     """
     inner: Callable[..., Any] = layer_class.attend
-    counted = {"calls": 0, "most_tokens_of_a_call": 0, "tokens": 0, "tokens_with_full_lists": 0}
-    counted |= {"relative_error": 0.0, "absolute_error": 0.0}
+    counted: dict[str, float] = dict(NOTHING)
 
     def attend(own: Any, q: Any, kv_cache: Any, indices: Any) -> Any:
         out = inner(own, q, kv_cache, indices)
-        _count(counted, q, kv_cache, indices, own.scale, out)
+        count(counted, q, kv_cache, indices, own.scale, out)
         return out
 
     layer_class.attend = attend
@@ -32,7 +42,45 @@ def listed_layers(layer_class: Any) -> Iterator[dict[str, float]]:
         layer_class.attend = inner
 
 
-def _count(counted: dict[str, float], q: Any, kv_cache: Any, indices: Any, scale: float, out: Any) -> None:
+@contextmanager
+def listed_bits(layer_class: Any) -> Iterator[dict[str, int]]:
+    """Count query tokens of decodes, those that had the queries and rows of an earlier one, and other outputs of these.
+
+    Rows are compared by their digests, in the order of the list; where a list's rows lie does not matter.
+    """
+    inner: Callable[..., Any] = layer_class.attend
+    counted = {"rows": 0, "repeated": 0, "attention": 0}
+    known: dict[int, int] = {}
+
+    def attend(own: Any, q: Any, kv_cache: Any, indices: Any) -> Any:
+        out = inner(own, q, kv_cache, indices)
+        if len(out) <= DECODED:
+            pairs = zip(_digests_of_lists(q, kv_cache, indices).tolist(), digests(out.flatten(1)).tolist(), strict=True)
+            for given, made in pairs:
+                counted["rows"] += 1
+                counted["repeated"] += given in known
+                counted["attention"] += known.setdefault(given, made) != made
+        return out
+
+    layer_class.attend = attend
+    try:
+        yield counted
+    finally:
+        layer_class.attend = inner
+
+
+def _digests_of_lists(q: Any, kv_cache: Any, indices: Any) -> Any:
+    """A number for the queries of each token and the rows of its list, holes included."""
+    import torch
+
+    q = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
+    rows = kv_cache.reshape(-1, kv_cache.shape[-1])
+    listed = torch.stack([digests(rows[slots]) for slots in indices.clamp(min=0).long()])
+    return digests(q.flatten(1)) + (listed * (indices >= 0) * weights(indices.shape[1], q.device)).sum(1)
+
+
+def count(counted: dict[str, float], q: Any, kv_cache: Any, indices: Any, scale: float, out: Any) -> None:
+    """Count a call, and the errors of some of its query tokens."""
     import torch
 
     q = torch.cat(q, dim=-1) if isinstance(q, tuple) else q

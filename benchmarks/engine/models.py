@@ -28,12 +28,22 @@ GPT_OSS = COMMON | {"hidden_size": 2880, "intermediate_size": 2880, "head_dim": 
 GPT_OSS |= {"num_attention_heads": 64, "num_key_value_heads": 8, "num_experts_per_tok": 4}
 DEEPSEEK = COMMON | {"num_key_value_heads": 128, "num_attention_heads": 128, "n_group": 1, "topk_group": 1}
 DEEPSEEK |= {"hidden_size": 7168, "n_routed_experts": 8, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
-DEEPSEEK |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}  # which vLLM and SGLang ask for
+DEEPSEEK |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}  # which vLLM or SGLang asks for
 DEEPSEEK_SMALL = DEEPSEEK | {"hidden_size": 2048, "intermediate_size": 4096, "moe_intermediate_size": 768}
 DEEPSEEK_SMALL |= {"num_key_value_heads": 16, "num_attention_heads": 16, "q_lora_rank": 768}
 # V3.2: an indexer chooses the keys of each token, and so few that prompts of the benchmarks are longer.
 DEEPSEEK_LISTS = DEEPSEEK_SMALL | {"num_key_value_heads": 64, "num_attention_heads": 64, "index_topk": 512}
-DEEPSEEK_LISTS |= {"index_n_heads": 64, "index_head_dim": 128}
+DEEPSEEK_LISTS |= {"index_n_heads": 64, "index_head_dim": 128, "num_experts": DEEPSEEK["n_routed_experts"]}
+# Lists of the published model's length, and as many heads as ranks of it have; one with a layer that drafts (MTP).
+LISTS_OF_2048 = {
+    f"deepseek-lists-{name}": DEEPSEEK_LISTS
+    | {"index_topk": 2048, "num_attention_heads": heads, "num_key_value_heads": heads, **more}
+    for name, heads, more in (
+        *((str(heads), heads, {"num_hidden_layers": 4}) for heads in (8, 16, 64, 128)),
+        *((f"{heads}-shape", heads, {"num_hidden_layers": 8}) for heads in (8, 16, 64, 128)),
+        ("mtp", 16, {"num_hidden_layers": 4, "num_nextn_predict_layers": 1}),
+    )
+}
 # The class of the configuration in transformers, and what it is made from.
 CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", LLAMA | {"num_hidden_layers": 4}),
@@ -48,6 +58,7 @@ CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "gptoss": ("GptOssConfig", GPT_OSS | {"num_hidden_layers": 4, "num_local_experts": 8}),
     "deepseek": ("DeepseekV3Config", DEEPSEEK_SMALL | {"num_hidden_layers": 4}),
     "deepseek-lists": ("DeepseekV32Config", DEEPSEEK_LISTS | {"num_hidden_layers": 4}),
+    **{name: ("DeepseekV32Config", sizes) for name, sizes in LISTS_OF_2048.items()},
     "deepseek-shape": ("DeepseekV3Config", DEEPSEEK | {"num_hidden_layers": 8}),
     # Of whose keys a rank has as many as the others.
     "one-kv-head": ("LlamaConfig", LLAMA | {"num_hidden_layers": 4, "num_key_value_heads": 1}),
@@ -92,6 +103,8 @@ def write(where: Path, name: str) -> None:
         save_file(_drafter(model), where / "model.safetensors")
         return
     model.save_pretrained(where)
+    if getattr(config, "num_nextn_predict_layers", None) and name.endswith("-mtp"):
+        save_file(_mtp_layer(where, config), where / "mtp.safetensors")
     _tokenizer().save_pretrained(where)
 
 
@@ -107,6 +120,22 @@ def _drafter(model: Any) -> dict[str, Any]:
     }
     joined = torch.randn(hidden, 2 * hidden, dtype=torch.bfloat16, device="cuda") * 0.02
     return {**weights, "fc.weight": joined}
+
+
+def _mtp_layer(where: Path, config: Any) -> dict[str, Any]:
+    """Weights of a layer that drafts (MTP): those of the last layer, and what joins embeddings and hidden states."""
+    import torch
+    from safetensors.torch import load_file
+
+    weights, last = load_file(where / "model.safetensors"), f"model.layers.{config.num_hidden_layers - 1}."
+    layer, hidden = f"model.layers.{config.num_hidden_layers}.", config.hidden_size
+    copied = {name.replace(last, layer): values for name, values in weights.items() if name.startswith(last)}
+    copied |= {
+        f"{layer}{name}.weight": torch.ones(hidden).bfloat16() for name in ("enorm", "hnorm", "shared_head.norm")
+    }
+    copied[f"{layer}eh_proj.weight"] = (torch.randn(hidden, 2 * hidden) * 0.02).bfloat16()
+    shared = {"embed_tokens": "model.embed_tokens", "shared_head.head": "lm_head"}
+    return copied | {f"{layer}{name}.weight": weights[f"{of}.weight"].clone() for name, of in shared.items()}
 
 
 def _tokenizer() -> Any:

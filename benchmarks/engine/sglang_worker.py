@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import random
 import time
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
-from .commands import Requests
+from . import listed_plugin
+from .commands import Requests, prompt_of
 
 DEFAULTS = {"skip_tokenizer_init": True, "context_length": 8192, "dtype": "bfloat16", "random_seed": 0}
 DEFAULTS |= {"page_size": 64, "sampling_backend": "pytorch", "log_level": "info", "chunked_prefill_size": 4096}
@@ -18,13 +24,22 @@ DEFAULTS |= {"disable_prefill_cuda_graph": True}
 class Worker(Requests):
     """An engine and its commands, which are the methods without an underscore."""
 
-    def __init__(self, options: dict[str, Any]) -> None:
+    def __init__(self, options: dict[str, Any], listed: bool) -> None:
+        if listed:
+            self._listed = listed_plugin.install(Path(mkdtemp(prefix="listed")))
         import sglang
 
         begin = time.perf_counter()
         self._engine = sglang.Engine(**{**DEFAULTS, **options})
         self._counted = {"accepted_tokens": 0, "draft_tokens": 0}
         self.started = {"engine_seconds": round(time.perf_counter() - begin, 2)}
+
+    def listed(self, lengths: Sequence[int], new: int) -> dict[str, float]:
+        """What sparse MLA layers of ours gave for prompts of these lengths; SGLang has the plug-in, and no graphs."""
+        chance = random.Random(13)
+        self._generate([prompt_of(chance, length) for length in lengths], new)
+        counted: dict[str, float] = json.loads(self._listed.read_text())
+        return counted
 
     def stop(self) -> None:
         """End SGLang's own processes."""

@@ -86,28 +86,29 @@ def _rows_of(part: Any, request: int) -> tuple[int, int]:
     return part.first_row + begin, part.first_row + end
 
 
-def _weights(count: int, device: Any) -> Any:
+def weights(count: int, device: Any) -> Any:
+    """Odd numbers of 63 bits, always the same."""
     import torch
 
     generator = torch.Generator().manual_seed(7)
     return torch.randint(1, 1 << 62, (count,), generator=generator).to(device) | 1
 
 
-def _sums(rows: Any) -> Any:
-    """A number of 64 bits for each row ``[rows, values]``, which wraps."""
+def digests(rows: Any) -> Any:
+    """A number of 64 bits for each row ``[rows, values]`` of 16-bit values or of bytes, which wraps."""
     import torch
 
     bits = rows.contiguous().view(torch.int16).long()
-    return (bits * _weights(bits.shape[1], bits.device)).sum(1)
+    return (bits * weights(bits.shape[1], bits.device)).sum(1)
 
 
 def _digests(rows: Any) -> Iterator[int]:
-    numbers: list[int] = _sums(rows).tolist()
+    numbers: list[int] = digests(rows).tolist()
     return iter(numbers)
 
 
 def _running(rows: Any) -> list[int]:
     """For each row a number of all rows up to it."""
-    sums = _sums(rows)
-    numbers: list[int] = (sums * _weights(sums.shape[0], sums.device)).cumsum(0).tolist()
+    sums = digests(rows)
+    numbers: list[int] = (sums * weights(sums.shape[0], sums.device)).cumsum(0).tolist()
     return numbers

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .commands import Requests, memory, prompt_of
-from .listed import listed_layers
+from .commands import Requests, memory, prompt_of, repeating_prompt
+from .listed import listed_bits, listed_layers
 from .trace import Trace
 
 DEFAULTS = {"skip_tokenizer_init": True, "max_model_len": 8192, "dtype": "bfloat16", "seed": 0}
@@ -123,14 +123,25 @@ class Worker(Requests):
                 counted[name] = counted.get(name, 0) + number
         return counted
 
-    def listed(self, lengths: Sequence[int], new: int) -> dict[str, float]:
-        """What sparse MLA layers of ours gave for prompts of these lengths; in the process, without graphs."""
+    def listed(self, lengths: Sequence[int], new: int, repeated: bool = False) -> dict[str, float]:
+        """What sparse MLA layers of ours gave for prompts of these lengths; in the process, without graphs.
+
+        ``repeated``: four times as many new tokens, of prompts in which an n-gram drafter finds drafts.
+        """
         from cubin_runtime.integrations.vllm.sparse_mla_backend import CubinRuntimeSparseMlaImpl
 
         chance = random.Random(13)
+        make = repeating_prompt if repeated else prompt_of
         with listed_layers(CubinRuntimeSparseMlaImpl) as counted:
-            self._generate([prompt_of(chance, length) for length in lengths], new)
-        return counted
+            self._generate([make(chance, length) for length in lengths], 4 * new if repeated else new)
+        return {**counted, **self._drafted()}
+
+    def listed_crowd(self, times: int) -> dict[str, int]:
+        """As ``crowd``, with what sparse MLA layers of ours got and gave; in the process, without graphs."""
+        from cubin_runtime.integrations.vllm.sparse_mla_backend import CubinRuntimeSparseMlaImpl
+
+        with listed_bits(CubinRuntimeSparseMlaImpl) as counted:
+            return {**self.crowd(times), **counted}
 
     def host(self, requests: int, new: int, seed: int) -> dict[str, Any]:
         """Host time of a decode step's attention: the builder, and all layers."""
@@ -150,7 +161,9 @@ class Worker(Requests):
 
     def _drafted(self) -> dict[str, int]:
         """How many drafts, draft tokens and accepted ones the engine counted; nothing without a drafter."""
-        counted = {}
+        counted: dict[str, int] = {}
+        if not self._engine.llm_engine.log_stats:
+            return counted
         for metric in self._engine.get_metrics():
             name = metric.name.rpartition("spec_decode_num_")[2]
             if name != metric.name and hasattr(metric, "value"):

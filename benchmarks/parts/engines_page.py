@@ -26,6 +26,7 @@ NAMES = {
     "TRITON_ATTN": "Triton",
     "TRITON_MLA": "Triton",
     "triton": "Triton",
+    "dsa": "FlashMLA",
 }
 MODELS = {
     "llama": "Llama 3 8B, 4 layers",
@@ -42,6 +43,9 @@ MODELS = {
     "qwen3moe-shape": "Qwen3 30B-A3B, 8 layers",
     "deepseek": "DeepSeek V3 with 16 heads, 4 layers",
     "deepseek-lists": "DeepSeek V3.2 with 64 heads and lists of 512, 4 layers",
+    **{f"deepseek-lists-{heads}": f"DeepSeek V3.2 with {heads} heads, 4 layers" for heads in (8, 16, 64, 128)},
+    **{f"deepseek-lists-{heads}-shape": f"DeepSeek V3.2 with {heads} heads, 8 layers" for heads in (8, 16, 64, 128)},
+    "deepseek-lists-mtp": "DeepSeek V3.2 with 16 heads, 4 layers and MTP",
     "deepseek-shape": "DeepSeek V3, 8 layers, 8 experts",
 }
 
@@ -380,10 +384,10 @@ WORDS = {
     "cache_dtypes": "New tokens a second, of the whole job / of its decodes behind cached prompts; best of the rounds, "
     "engines in turns. fp8: `kv_cache_dtype=fp8`, else bf16.",
     "tokens_fp8": "`kv_cache_dtype=fp8` with scales of 1; as above.",
-    "tokens_lists": "Mean error of the chosen token's logprob, as above. vLLM's indexer scores keys in e4m3 with "
+    "tokens_lists": "Mean error of the chosen token's logprob, as above. The engine's indexer scores keys in e4m3 with "
     "DeepGEMM, so beyond the lists' length float32 chooses other keys than all backends do; with random weights that "
-    "outweighs their rounding. The last row judges our tokens by a model that attends to all keys. `fp8_ds_mla`: a "
-    "cache of rows of 656 bytes, else bf16.",
+    "outweighs their rounding. The last row judges our tokens by a model that attends to all keys. `fp8_ds_mla` and "
+    "`fp8_e4m3`: a cache of rows of 656 bytes, else bf16.",
     "lists": "Without graphs, prompts of 1 to 7,000 tokens, 16 new tokens each. A layer's output beside float32 over "
     "the queries, the cache and the lists that it got in the engine, for up to 8 query tokens of a call; the relative "
     "error is that of the norm over all heads of a token.",
