@@ -4,9 +4,6 @@
 
 // ---- shared-memory matrix descriptors: tiles of 128-byte rows as TMA writes them (128-byte swizzle) ----
 
-// Warp-uniform in a way that the compiler recognises, so that operands of products are in uniform registers.
-DEVICE uint32_t warp_uniform(uint32_t value) { return __shfl_sync(~0u, value, 0); }
-
 // K-major operand: each row of ROW_BYTES (128, or 64 with the 64-byte swizzle) is one index of M or N; a K step is 32
 // bytes of it.
 template <int ROW_BYTES = 128>
@@ -70,6 +67,9 @@ DEVICE void tma_load_3d(uint32_t destination, const void* map, uint32_t barrier,
         "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "l"(policy)
         : "memory");
 }
+
+// Warp-uniform in a way that the compiler recognises, so that operands of products are in uniform registers.
+DEVICE uint32_t warp_uniform(uint32_t value) { return __shfl_sync(~0u, value, 0); }
 
 // Elects one thread of a full warp in a way that the compiler recognises, so that TMA operands need no loop over
 // threads.

@@ -1,5 +1,5 @@
-// MLA decode over lists, as sparse_mla_decode.cu, for rows of the cache of e4m3 with a scale for each 128 columns, and 32
-// or 64 query rows at a time:
+// MLA decode over lists, as sparse_mla_decode.cu, for rows of the cache of e4m3 with a scale for each 128 columns, and 64
+// query rows at a time, in CTA groups:
 //
 //   two producer warps      a list's entries; its holes are left out; one bulk copy per row --> pipeline of 16 keys
 //   QK warpgroup            S^T = K Q^T: K goes from the tile to registers, is converted to fp16 and scaled there
@@ -8,7 +8,7 @@
 //
 // Warpgroups and pipelines are those of paged_mla_decode_e4m3.cu with bf16 queries.
 //
-// Build: -DSPARSE=1 -DLATENT=512 -DROPE=64 -DKV_E4M3=1 -DQ_E4M3=0 -DROWS=n -DTILE_TOKENS=64 -DBOX_COLUMNS=64
+// Build: -DSPARSE=1 -DLATENT=512 -DROPE=64 -DKV_E4M3=1 -DQ_E4M3=0 -DROWS=64 -DTILE_TOKENS=64 -DBOX_COLUMNS=64
 //        -DSPLIT_TILES=n -DSTAGES=n -DKERNEL_NAME=symbol
 
 #include "sparse/lists.cuh"
@@ -19,8 +19,7 @@
 namespace paged_mla_decode {
 
 // A warpgroup that asks for more registers than are available waits forever.
-constexpr int PV_REGISTERS = ROWS == 64 ? 168 : 128, QK_REGISTERS = ROWS == 64 ? 112 : 168;
-constexpr int PRODUCER_REGISTERS = ROWS == 64 ? 64 : 88;
+constexpr int PV_REGISTERS = 168, QK_REGISTERS = 112, PRODUCER_REGISTERS = 64;
 static_assert(2 * PV_REGISTERS + QK_REGISTERS + PRODUCER_REGISTERS <= THREADS / WARPGROUP * LAUNCH_REGISTERS);
 
 // Fills every second stage.

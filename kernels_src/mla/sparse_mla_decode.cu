@@ -1,22 +1,21 @@
-// MLA decode over lists: each query token attends to the rows of the cache that its own list names, for 16 query rows
-// at a time. As few_rows_mla_decode.cu, with other producers:
+// MLA decode over lists in clusters, 16 or 32 query rows at a time. As few_rows_mla_decode.cu, with other producers:
 //
 //   4 producer warps   a list's entries; its holes are left out; one bulk copy per row --> pipeline of half tiles
-//   8 QK warps         S^T = K Q^T of 16 keys and half of the columns each, queries in registers; two of them add up their
-//                      scores, and each has 8 rows from there on; softmax; P^T --> shared memory
+//   QK warps           S^T = K Q^T of 16 keys each; softmax; P^T --> shared memory
 //   PV warps           O^T += V^T P^T, 64 columns each
 //
 // A tile of the pipeline has 64 entries that name a row, the last of a list fewer, and says how many keys it has and
 // whether it is the last.
 //
-// Rows of e4m3 with a scale for each 128 columns: QK warps multiply the sums of each 128 columns by the key's scale, and
-// PV warps multiply P by the scales of their columns. A lazily raised power of two for each 128 columns, which outputs
-// are multiplied by at the end, keeps these products within fp16.
+// Rows of e4m3 with a scale for each 128 columns: a QK warpgroup multiplies converted keys by queries in shared memory,
+// and the sums of each 128 columns by the key's scale; PV warps multiply P by the scales of their columns. A lazily raised
+// power of two for each 128 columns, which outputs are multiplied by at the end, keeps these products within fp16. Rows of
+// bf16: 8 QK warps multiply half of the columns each, with queries in registers; two of them add up their scores.
 //
-// A cluster of 1 to 8 CTAs computes an output tile and merges it in shared memory: nothing goes through a workspace. One
-// cluster may compute several output tiles, one after the other.
+// A cluster of 1 to 8 CTAs computes an output tile and merges it in shared memory, 16 rows at a time: nothing goes through
+// a workspace. One cluster may compute several output tiles, one after the other.
 //
-// Build: -DSPARSE=1 -DLATENT=512 -DROPE=64|0 -DKV_E4M3=0|1 -DROWS=16 -DTILE_TOKENS=64 -DSPLIT_TILES=n
+// Build: -DSPARSE=1 -DLATENT=512 -DROPE=64|0 -DKV_E4M3=0|1 -DROWS=16|32 -DTILE_TOKENS=64 -DSPLIT_TILES=n
 //        -DSTAGES=n -DKERNEL_NAME=symbol
 
 #include "sparse/producer.cuh"

@@ -6,7 +6,6 @@ namespace paged_mla_decode {
 
 constexpr int STEPS = COLUMNS / 16;  // of a product
 constexpr int WARP_STEPS = STEPS / COLUMN_SHARES;
-constexpr int CONVERTED_STEPS = SCALED ? LATENT / 16 : STEPS;  // rope columns stay bf16 beside scaled latent ones
 constexpr bool LOOK_AHEAD = KV_E4M3;  // multiplies the next tile before the warps agree on this tile's maxima
 constexpr int CHAINS = COLUMN_SHARES == 1 ? 2 : 1;  // of accumulation for each group of 8 rows
 constexpr int AHEAD = 2;  // loads of keys in flight
@@ -16,17 +15,9 @@ DEVICE int key_warp(int warp) { return COLUMN_SHARES == 1 ? warp : warp % KEY_WA
 DEVICE int column_share(int warp) { return COLUMN_SHARES == 1 ? 0 : warp / KEY_WARPS; }
 DEVICE int first_row(int warp) { return column_share(warp) * 8; }
 
-// The 16 columns that a share multiplies in a step, as bytes in a row of queries: of scaled rows, half of the latent ones
-// and then half of the rope ones; of others every second 16, since the sum of these is what a chain of the other kernels
-// adds up.
-constexpr int WARP_CONVERTED_STEPS = CONVERTED_STEPS / COLUMN_SHARES;
-DEVICE int query_byte(int step, int share) {
-    if (!SCALED) return (step * COLUMN_SHARES + share) * 32;
-    const bool converted = step < WARP_CONVERTED_STEPS;
-    const int first = converted ? share * WARP_CONVERTED_STEPS
-                                : CONVERTED_STEPS - WARP_CONVERTED_STEPS + share * (WARP_STEPS - WARP_CONVERTED_STEPS);
-    return (first + step) * 32;
-}
+// The 16 columns that a share multiplies in a step, as bytes in a row of queries: every second 16, since the sum of these
+// is what a chain of the other kernels adds up.
+DEVICE int query_byte(int step, int share) { return (step * COLUMN_SHARES + share) * 32; }
 
 using Scores = float[ROW_EIGHTS][4];  // for each 8 rows: keys lane / 4 and + 8, rows 2 (lane % 4) + {0, 1}
 
@@ -37,7 +28,7 @@ using Scores = float[ROW_EIGHTS][4];  // for each 8 rows: keys lane / 4 and + 8,
 // keys.
 DEVICE void convert_queries(const Params& p, const WorkTile& work, SharedStorage& shared, uint32_t stage, int warp,
                             bool warmup) {
-    constexpr int OWN = ROWS / QK_WARPS, ROUNDS = (CONVERTED_STEPS + 31) / 32;
+    constexpr int OWN = ROWS / QK_WARPS, ROUNDS = (STEPS + 31) / 32;
     const int lane = threadIdx.x % 32;
     const bool e4m3 = query_type(p) == TYPE_E4M3;
 #pragma unroll 1
@@ -49,7 +40,7 @@ DEVICE void convert_queries(const Params& p, const WorkTile& work, SharedStorage
         for (int i = 0; i < ROUNDS; ++i) {
             const int step = lane + i * 32;
             uint4 low = make_uint4(0, 0, 0, 0), high = low;
-            if (step < CONVERTED_STEPS && row < work.rows) {
+            if (step < STEPS && row < work.rows) {
                 low = load_shared_uint4(address + step * (e4m3 ? 16 : 32));
                 if (!e4m3) high = load_shared_uint4(address + step * 32 + 16);
             }
@@ -75,7 +66,7 @@ DEVICE void convert_queries(const Params& p, const WorkTile& work, SharedStorage
                 }
             }
             const int step = lane + i * 32;
-            if (step >= CONVERTED_STEPS) break;
+            if (step >= STEPS) break;
             store_shared_uint4(address + step * 32, make_uint4(to[0], to[1], to[2], to[3]));
             store_shared_uint4(address + step * 32 + 16, make_uint4(to[4], to[5], to[6], to[7]));
         }
@@ -89,9 +80,6 @@ DEVICE void convert_queries(const Params& p, const WorkTile& work, SharedStorage
 struct Queries {
     uint32_t b[WARP_STEPS][2][2];
     float scale[KV_E4M3 ? 2 : 1][KV_E4M3 ? 2 : 1];
-#if SPARSE && KV_E4M3
-    float rope_scale;  // of the scores of rope columns
-#endif
 
     DEVICE float scale_of(int n, int i) const { return scale[KV_E4M3 ? n : 0][KV_E4M3 ? i : 0]; }
 
@@ -99,9 +87,6 @@ struct Queries {
                      bool warmup = false) {
         const int lane = threadIdx.x % 32;
         const float scale_log2 = softmax_scale_log2(p);
-#if SPARSE && KV_E4M3
-        rope_scale = scale_log2;
-#endif
         if constexpr (KV_E4M3) {
             convert_queries(p, work, shared, stage, warp, warmup);
             for (int i = 0; i < 4; ++i)

@@ -1,4 +1,5 @@
-// QK warps of the sparse kernel for bf16 rows: S^T = K Q^T of 16 keys and half of the columns each, queries in registers.
+// QK warps of the sparse kernel in clusters for bf16 rows: S^T = K Q^T of 16 keys and half of the columns each, queries
+// in registers.
 #pragma once
 #include "list_tiles.cuh"
 

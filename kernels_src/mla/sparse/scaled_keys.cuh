@@ -1,9 +1,8 @@
-// QK warpgroup of the sparse kernel for scaled rows: S^T = K Q^T, stored to shared memory. As e4m3/qk_bf16_queries.cuh, with
+// QK warpgroup of the sparse kernel in CTA groups: S^T = K Q^T, stored to shared memory. As e4m3/qk_bf16_queries.cuh, with
 // scales for each 128 columns of a key and rope columns in bf16.
 //
-// Where there are registers for it, each block of columns has sums of its own, which are then multiplied by the keys'
-// scales. Otherwise a key's scales are divided by the power of two of the largest, so that they multiply converted keys
-// in fp16; rope columns are divided by it too, and scores are multiplied with it.
+// There are no registers for sums of each block of columns. A key's scales are divided by the power of two of the largest,
+// so that they multiply converted keys in fp16; rope columns are divided by it too, and scores are multiplied with it.
 #pragma once
 #include "../e4m3/queries.cuh"
 #include "rows.cuh"
@@ -11,8 +10,6 @@
 namespace paged_mla_decode {
 
 using KeyScores = float[ROWS / 2];  // as in e4m3/qk_bf16_queries.cuh
-constexpr bool BLOCK_SUMS = ROWS < 64;
-constexpr int SUMS = BLOCK_SUMS ? SCALE_BLOCKS + 1 : 1;  // of each block, and of the rope columns
 constexpr int LATENT_STEPS = LATENT / 16, BLOCK_STEPS = LATENT_STEPS / SCALE_BLOCKS;
 constexpr int LATENT_LOADS = LATENT / 32, LOADS = LATENT_LOADS + ROPE / 16;  // of 32 bytes of each key
 // Of 2^exponent, which a key's scales are divided by: far from the limits of fp32 and bf16.
@@ -56,7 +53,7 @@ struct OwnScales {
     }
 };
 
-// What fragments of the thread's keys are multiplied by where blocks have no sums of their own.
+// What fragments of the thread's keys are multiplied by.
 struct FragmentFactors {
     uint32_t latent[2][SCALE_BLOCKS], rope[2];
 
@@ -72,7 +69,7 @@ struct FragmentFactors {
 };
 
 // S^T = K Q^T, the last products still in flight on return. `keys` is the lane's address in the stage of its warp's keys.
-DEVICE void multiply_keys(uint32_t keys, uint64_t queries, const OwnScales& own, KeyScores (&sums)[SUMS]) {
+DEVICE void multiply_keys(uint32_t keys, uint64_t queries, const OwnScales& own, KeyScores& s) {
     const FragmentFactors factors(own);
     uint32_t raw[2][4], a[KEYS_IN_FLIGHT][4];
     const auto load = [&](int i) {
@@ -83,7 +80,7 @@ DEVICE void multiply_keys(uint32_t keys, uint64_t queries, const OwnScales& own,
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
         uint32_t(&k)[4] = a[step % KEYS_IN_FLIGHT];
-        const int block = step / BLOCK_STEPS;  // that behind the latent ones: the rope columns
+        const int block = step / BLOCK_STEPS;
         const int own_load = step < LATENT_STEPS ? step / 2 : LATENT_LOADS + step - LATENT_STEPS;
         const uint32_t(&from)[4] = raw[own_load % 2];
         if (step >= KEYS_IN_FLIGHT) wgmma_wait<KEYS_IN_FLIGHT - 1>();
@@ -91,45 +88,23 @@ DEVICE void multiply_keys(uint32_t keys, uint64_t queries, const OwnScales& own,
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 e4m3_to_fp16(from[step % 2 * 2 + i], k[i], k[2 + i]);
-                if constexpr (BLOCK_SUMS) continue;
                 k[i] = multiply_fp16(k[i], factors.latent[i][block]);
                 k[2 + i] = multiply_fp16(k[2 + i], factors.latent[i][block]);
             }
         } else {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) k[i] = BLOCK_SUMS ? from[i] : multiply_bf16(from[i], factors.rope[i % 2]);
+            for (int i = 0; i < 4; ++i) k[i] = multiply_bf16(from[i], factors.rope[i % 2]);
         }
         if ((step >= LATENT_STEPS || step % 2 == 1) && own_load + 2 < LOADS) load(own_load + 2);
         wgmma_fence();
         const uint64_t b = advance_descriptor(queries, step / 4 * BOX_BYTES + step % 4 * 32);
-        KeyScores& sum = sums[BLOCK_SUMS ? block : 0];
-        if (step % (BLOCK_SUMS ? BLOCK_STEPS : STEPS) == 0) {
-            if (step < LATENT_STEPS)
-                wgmma<true, false, false>(sum, k, b);
-            else
-                wgmma<false, false, false>(sum, k, b);
-        } else if (step < LATENT_STEPS) {
-            wgmma<true, false>(sum, k, b);
-        } else {
-            wgmma<false, false>(sum, k, b);
-        }
+        if (step == 0)
+            wgmma<true, false, false>(s, k, b);
+        else if (step < LATENT_STEPS)
+            wgmma<true, false>(s, k, b);
+        else
+            wgmma<false, false>(s, k, b);
         wgmma_commit();
-    }
-}
-
-// The scores, from the sums.
-DEVICE void scale_sums(const OwnScales& own, const KeyScores (&sums)[SUMS], KeyScores& s) {
-#pragma unroll
-    for (int i = 0; i < ROWS / 2; ++i) {
-        const int key = i / 2 % 2;
-        if constexpr (BLOCK_SUMS) {
-            s[i] = sums[SCALE_BLOCKS][i];
-#pragma unroll
-            for (int block = 0; block < SCALE_BLOCKS; ++block)
-                s[i] = __fmaf_rn(own.scale[key][block], sums[block][i], s[i]);
-        } else {
-            s[i] = sums[0][i] * power_of_two(own.exponent[key]);
-        }
     }
 }
 
@@ -154,7 +129,7 @@ DEVICE void score(const Params& p, const WorkRange& range, SharedStorage& shared
         slot ^= 1;
 #pragma unroll 1
         for (uint32_t tile = 0; !(tile & LAST_TILE);) {
-            KeyScores sums[SUMS], s;
+            KeyScores s;
             wait_barrier(shared.full[tiles.index], tiles.phase);
             const uint32_t stage = shared_address(shared.kv[tiles.index]);
             tile = shared.tile[tiles.index];
@@ -162,7 +137,7 @@ DEVICE void score(const Params& p, const WorkRange& range, SharedStorage& shared
             own.publish(shared.key_scales[empty], first_key());
             if (threadIdx.x % WARPGROUP == 0) shared.key_scales[empty].tile = tile;
             multiply_keys(stage + lane_offset_of_keys(), k_major_descriptor(warp_uniform(shared_address(shared.q[0]))),
-                          own, sums);
+                          own, s);
             fence_async_proxy();  // orders the reads before the copies that reuse the stage
             __syncwarp();
             arrive_for_warp(shared.empty[tiles.index]);
@@ -170,9 +145,9 @@ DEVICE void score(const Params& p, const WorkRange& range, SharedStorage& shared
             wait_barrier(shared.scores_empty, empty);
             empty ^= 1;
             wgmma_wait<0>();
+            fence_registers(s);
 #pragma unroll
-            for (int i = 0; i < SUMS; ++i) fence_registers(sums[i]);
-            scale_sums(own, sums, s);
+            for (int i = 0; i < ROWS / 2; ++i) s[i] *= power_of_two(own.exponent[i / 2 % 2]);
             write_scores(target, s);
             __syncwarp();
             arrive_for_warp(shared.scores_full);

@@ -51,8 +51,8 @@ class SparseMlaShape:
 class SparseMlaSelection(Selection):
     """The kernel and its grid; ``cta_group_size`` and ``slack_tiles`` are as in ``MlaSelection``.
 
-    ``cluster_size`` are the CTAs of a cluster, which share the list of an output tile; with ``splits`` in as many parts.
-    0: the CTAs divide all tiles evenly.
+    ``cluster_size`` are the CTAs of a cluster, which share the list of an output tile, with ``splits`` in as many
+    parts; 0: the CTAs divide all tiles evenly.
     """
 
     cta_group_size: int
