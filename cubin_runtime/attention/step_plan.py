@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 from ..errors import UsageError, WorkspaceError
-from ..launch.buffers import EagerClaim
 from ..launch.semaphore_workspace import AnyWorkspace, check_workspace
-from ..launch.workspace import Workspace
+from ..launch.workspace import EagerClaim, Workspace
 from .fast_path.guards import KnownForms, guarded
 from .fast_path.notes import note_launch
 from .fast_path.operator_function import suspendable

@@ -11,9 +11,8 @@ from ..dtypes import ITEM_BYTES
 from ..errors import UsageError, WorkspaceError
 from ..tensor import Tensor, view_of
 from ..values import dataclass
-from .buffers import Place
 from .regions import Region, place_regions
-from .workspace import Workspace
+from .workspace import Place, Workspace
 
 if TYPE_CHECKING:
     from ..protocols import Stream
