@@ -41,8 +41,7 @@ if TYPE_CHECKING:
     from .attention.operators.mla_decode import MlaDecodePlan, mla_decode, plan_mla_decode
     from .attention.operators.paged_decode import PagedDecodePlan, paged_decode, plan_paged_decode
     from .attention.operators.sparse_mla_decode import SparseMlaDecodePlan, plan_sparse_mla_decode, sparse_mla_decode
-    from .attention.process import default_runtime, set_default_runtime
-    from .attention.runtime import Runtime, RuntimeStats
+    from .attention.runtime import Runtime, RuntimeStats, default_runtime, set_default_runtime
     from .attention.step_plan import BoundStep
     from .kernels.trtllm_gen.errors import PlanRefused, WorkspaceRefused
     from .launch.driver import DeviceFacts

@@ -16,8 +16,7 @@ from ..values import dataclass
 from .backends import AUTO
 from .checks import check_dtype, integer
 from .operator import LENGTHS, CallTensors, Given, Operator, TensorArg
-from .plan_cache import shared_bounds
-from .runtime import Runtime
+from .runtime import Runtime, shared_bounds
 
 SCALES = ("softmax_scale", "output_scale")
 SCALE_TENSORS = tuple(

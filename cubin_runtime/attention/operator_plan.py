@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import struct
+import threading
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,28 +14,57 @@ from ..kernels.native.constants import StatusBit
 from ..kernels.native.launches import STATUS, NativeLaunch
 from ..launch.driver import Driver
 from ..launch.plan import LaunchPlan
-from ..launch.prepared import OtherContextError, PreparedLaunches
-from ..launch.regions import workspace_size
-from ..launch.repeated import RepeatedLaunches
+from ..launch.prepared import OtherContextError, PreparedLaunches, RepeatedLaunches
+from ..launch.regions import Region, workspace_size
 from ..launch.semaphore_workspace import AnyWorkspace, check_workspace
 from ..launch.streams import stream_handle
 from ..launch.structs import FieldRow
-from ..launch.workspace import Workspace
-from ..launch.workspace_pool import WorkspacePool, context_of_launch
+from ..launch.workspace import Workspace, WorkspacePool, context_of_launch
+from ..provenance import traced
 from .fast_path.notes import FastPaths, Launched, Scratch
 from .hook import Run, installed
 from .operator import CallTensors, Given, Operator
-from .region_places import RegionPlaces
 from .runtime import PlanRuntime
 from .user_frame import stacklevel_of_user
 
 if TYPE_CHECKING:
     from ..protocols import Stream
 
+_MAX_PLACES = 1024  # that are remembered
+
 
 class ClampedInputError(DeviceError):
     """A kernel found a length, page id, position or prefix sum out of bounds and clamped or skipped it, so the output
     of that run is not the requested one."""
+
+
+class RegionPlaces:
+    """The addresses of a plan's regions, by the place that ``claim`` gave; safe between threads.
+
+    It knows no plan: the fast paths that a plan keeps refer to it.
+    """
+
+    def __init__(self, regions: Sequence[Region]) -> None:
+        self._regions = regions
+        self._lock = threading.RLock()
+        self._places: OrderedDict[Hashable, tuple[int, ...]] = OrderedDict()
+
+    def __call__(self, workspace: AnyWorkspace, place: Hashable) -> tuple[int, ...]:
+        """The address of each region in a place of the workspace.
+
+        Raises:
+            WorkspaceError: the place is too small.
+        """
+        addresses = self._places.get(place)
+        if addresses is not None and not traced.call:  # a caller's buffers are to be seen in the addresses
+            return addresses
+        regions = workspace.regions(self._regions, place)
+        addresses = tuple(regions[region.name] for region in self._regions)
+        with self._lock:
+            self._places[place] = addresses
+            while len(self._places) > _MAX_PLACES:
+                self._places.popitem(last=False)
+        return addresses
 
 
 class OperatorPlan:

@@ -18,8 +18,7 @@ from .described_tensors import describe_tensors
 from .fast_path.notes import Launched, note_launch, note_unrepeatable
 from .memory import TensorMemory
 from .operator import CallTensors, Operator, OutputForm
-from .process import runtime_of
-from .runtime import PlanRuntime, Runtime
+from .runtime import PlanRuntime, Runtime, runtime_of
 from .step_plan import StepPlan
 from .torch_ops import RUNTIME_SCRATCH, TORCH_SCRATCH, TorchOp, torch_bytes
 

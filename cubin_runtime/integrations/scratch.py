@@ -7,8 +7,7 @@ from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from ..attention.operator_plan import OperatorPlan
-from ..attention.process import default_runtime
-from ..attention.runtime import Runtime
+from ..attention.runtime import Runtime, default_runtime
 from ..launch.regions import workspace_size
 from ..launch.semaphore_workspace import SemaphoreWorkspace
 from ..launch.workspace import Workspace

@@ -452,5 +452,5 @@ def _without_made(launches: list[dict[str, Any]]) -> str:
 
 @contextmanager
 def _default_runtime(runtime: Runtime) -> Iterator[None]:
-    with patch("cubin_runtime.attention.process.default.runtime", runtime):
+    with patch("cubin_runtime.attention.runtime.default.runtime", runtime):
         yield

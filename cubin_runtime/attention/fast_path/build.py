@@ -10,9 +10,10 @@ from ...launch.semaphore_workspace import SemaphoreWorkspace
 from ...launch.workspace import Workspace
 from ...provenance import ArgumentAddress, ArgumentNumber
 from ...tensor import TensorView
+from ..runtime import Runtime
 from .guards import GuardedTensor, KnownForms, guarded
 from .notes import Notes
-from .options import Signature, is_immutable, is_runtime
+from .options import Signature, is_immutable
 from .path import Path, PlaceFinder
 from .table import (
     Address,
@@ -151,7 +152,7 @@ class PathBuilder:
             self.tests.append(ArgumentTest(Kind.IDENTICAL, slot, value))
         elif type(value) in _NUMBERS:
             self.tests.append(ArgumentTest(Kind.EQUAL, slot, value))
-        elif is_runtime(value):
+        elif isinstance(value, Runtime):
             # It is the one that keeps the path, which would be a reference cycle with it.
             self.tests.append(ArgumentTest(Kind.OF_TYPE, slot, type(value)))
         else:

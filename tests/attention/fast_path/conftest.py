@@ -70,7 +70,7 @@ def runtime(
     made = Runtime(config, driver=GraphDriver(standin.path), release=NATIVE, trtllm_release=PUBLISHED, memory=memory)
     for kernel in made.native_release().kernels:
         standin.add_kernel(kernel.symbol, (kernel.struct_bytes,), kernel.threads)
-    monkeypatch.setattr("cubin_runtime.attention.process.default.runtime", made)
+    monkeypatch.setattr("cubin_runtime.attention.runtime.default.runtime", made)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         made.driver.set_current(made.driver.primary_context(0))

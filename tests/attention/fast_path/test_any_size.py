@@ -10,7 +10,7 @@ import pytest
 
 from cubin_runtime.attention.fast_path import any_size, operator_function
 from cubin_runtime.attention.operator_plan import OperatorPlan
-from cubin_runtime.attention.plan_cache import PlanCache
+from cubin_runtime.attention.runtime import PlanCache
 from cubin_runtime.testing import StandIn
 from tests.attention.any_size_calls import BUFFERS, OPERATORS, calls_of
 from tests.attention.fast_path_calls import Call, Caller, FullPaths, others_of
