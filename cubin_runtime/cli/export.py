@@ -27,13 +27,6 @@ class Layout(str, Enum):
     FLASHINFER = "flashinfer"
 
 
-def register(app: typer.Typer) -> None:
-    """Add the verbs to the application."""
-    app.command("export")(export)
-    app.command("mirror")(mirror)
-    app.command("flashinfer-env")(flashinfer_env)
-
-
 def export(
     targets: Targets,
     out: Annotated[

@@ -18,12 +18,6 @@ if TYPE_CHECKING:
     from ..artifacts.tables.kernel_filter import KernelFilter
 
 
-def register(app: typer.Typer) -> None:
-    """Add the verbs to the application."""
-    app.command("fetch")(fetch)
-    app.command("where")(where)
-
-
 def fetch(
     targets: Targets,
     sm: options.SmOption = None,

@@ -14,11 +14,6 @@ if TYPE_CHECKING:
     from ..artifacts.verification import VerifyReport
 
 
-def register(app: typer.Typer) -> None:
-    """Add the verb to the application."""
-    app.command("verify")(verify)
-
-
 def verify(
     targets: Targets,
     complete: Annotated[
@@ -36,11 +31,8 @@ def verify(
     store: options.StoreOption = None,
     tree: Annotated[
         list[str] | None,
-        typer.Option(
-            "--tree",
-            metavar="PLACE",
-            help="Check this published tree (directory, .zip, .whl or 'package') instead of the store.",
-            show_default=False,
+        options.option(
+            "--tree", "Check this published tree (directory, .zip, .whl or 'package') instead of the store.", "PLACE"
         ),
     ] = None,
     source: options.SourceOption = None,
