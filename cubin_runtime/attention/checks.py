@@ -135,9 +135,9 @@ def check_lse_base(value: Any) -> None:
         raise UsageError(f"expected {' or '.join(map(repr, _LSE_BASES))}", argument="lse_base", value=repr(value))
 
 
-def check_window(name: str, value: Any) -> None:
+def check_window(name: str, value: int) -> None:
     """Raise ``UsageError`` unless ``value`` is a number of keys, or -1 for all."""
-    if not -1 <= integer(name, value) < 1 << 31:
+    if not -1 <= value < 1 << 31:
         raise UsageError("expected -1 (none) or more, below 2^31", argument=name, value=value)
 
 

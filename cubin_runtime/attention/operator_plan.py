@@ -185,15 +185,12 @@ class OperatorPlan:
         Raises:
             UsageError: as ``addresses``.
         """
-        addresses: dict[str, int] = {}
-        for arg, planned in zip(self.operator.tensors, self.specs, strict=True):
-            if arg.name in tensors or planned is None:
-                view = arg.read(tensors.get(arg.name), self.options)
-                views = CallTensors((arg,), (view,))
-                views.check_planned((planned,))
-                views.check_addresses()
-                addresses[arg.name] = view.pointer if view else 0
-        return addresses
+        planned = zip(self.operator.tensors, self.specs, strict=True)
+        some = [(arg, spec) for arg, spec in planned if spec is None or arg.name in tensors]
+        views = self.operator.read(tensors, self.options, [arg for arg, _ in some])
+        views.check_planned([spec for _, spec in some])
+        views.check_addresses()
+        return {arg.name: address for (arg, _), address in zip(some, views.addresses, strict=True)}
 
     def new_workspace(self, stream: int) -> Workspace:
         """A workspace of its caller's for ``stream``, cleared."""

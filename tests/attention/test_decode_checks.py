@@ -25,6 +25,7 @@ LONG = {"max_seq_len": 1 << 20}
 
 def check(tensors: Tensors, **options: Any) -> None:
     asked = PagedDecodeOptions(**{"max_seq_len": 1024, "softmax_scale": 0.1, **options})
+    PAGED_DECODE.checked(asked)
     PAGED_DECODE.check(AttentionCall(PAGED_DECODE.read(tensors.by_name, asked), asked))
 
 

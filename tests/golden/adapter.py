@@ -43,7 +43,7 @@ from cubin_runtime.attention import (
     plan_sparse_mla_decode,
     sparse_mla_decode,
 )
-from cubin_runtime.attention.fast_path.notes import note_made, taking_notes
+from cubin_runtime.attention.fast_path.notes import Notes, note_made
 from cubin_runtime.attention.operators.append_kv import APPEND_KV
 from cubin_runtime.attention.operators.merge_states import MERGE_STATES
 from cubin_runtime.compat import flashinfer
@@ -436,11 +436,11 @@ def _counted_full_paths() -> Iterator[list[None]]:
     """A list with an entry for each call that takes the full path."""
     counted: list[None] = []
 
-    def counting() -> taking_notes:
+    def counting() -> Notes:
         counted.append(None)
-        return taking_notes()
+        return Notes()
 
-    with patch(f"{taking_notes.__module__.removesuffix('notes')}operator_function.taking_notes", counting):
+    with patch(f"{Notes.__module__.removesuffix('notes')}operator_function.Notes", counting):
         yield counted
 
 

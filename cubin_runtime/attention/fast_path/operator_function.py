@@ -20,7 +20,7 @@ from ..runtime import Runtime, default, runtime_of
 from ..torch_ops import TorchOp, is_intercepted
 from .any_size import any_size_path, is_second
 from .build import new_path
-from .notes import FastPaths, Notes, taking_notes
+from .notes import FastPaths, Notes
 from .options import Signature, note_use
 from .path import MISS
 from .paths import Binding, Paths, add_path, new_paths
@@ -232,7 +232,7 @@ class _Operator:
             return self.op.call(values)
         if _state.suspended:
             return self._full(**values)
-        with taking_notes() as notes:
+        with Notes() as notes:
             scales = {
                 name: number_of(name, values[name]) for name in self._signature.scales if type(values[name]) is float
             }

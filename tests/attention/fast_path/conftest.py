@@ -85,11 +85,11 @@ def caller(runtime: Runtime, standin: StandIn, memory: NotingMemory) -> Caller:
 
 @pytest.fixture
 def full_paths(monkeypatch: pytest.MonkeyPatch) -> FullPaths:
-    counted, original = FullPaths(), operator_function_module.taking_notes
+    counted, original = FullPaths(), operator_function_module.Notes
 
-    def taking_notes() -> Any:
+    def notes() -> Any:
         counted.count += 1
         return original()
 
-    monkeypatch.setattr(operator_function_module, "taking_notes", taking_notes)
+    monkeypatch.setattr(operator_function_module, "Notes", notes)
     return counted
