@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from ..errors import DeviceError, UsageError
 from ..kernels.native.constants import StatusBit
 from ..kernels.native.launches import STATUS, NativeLaunch
-from ..launch.driver import Driver
 from ..launch.plan import LaunchPlan
 from ..launch.prepared import OtherContextError, PreparedLaunches, RepeatedLaunches
 from ..launch.regions import Region, workspace_size
@@ -73,7 +72,7 @@ class OperatorPlan:
     A plan owns no tensor. Each run uses scratch memory that belongs to its stream (``prepare``). A run allocates,
     synchronises and loads nothing, so it can be captured into a graph; replays use the lengths and page tables that are
     then on the device, up to the planned bound. A plan runs on the device of its tensors, whatever context is current.
-    It is thread-safe.
+    It is thread-safe. ``runtime`` is the one that it was planned with, ``driver`` launches the kernels.
     """
 
     def __init__(
@@ -93,27 +92,17 @@ class OperatorPlan:
         self.launches = tuple(launches)
         regions = [launch.regions for launch in self.launches]
         self.regions = regions[0] if len(regions) == 1 else tuple(dict.fromkeys(sum(regions, ())))
-        self._runtime = runtime
+        self.runtime, self.driver = runtime, runtime.driver
         self.device = tensors[operator.tensors[0].name].device
         self.of_torch = of_torch
         self.fast_paths: FastPaths = {}
         self._prepared: dict[int, PreparedLaunches] = {}
         self._regions_at = RegionPlaces(self.regions)
-        self._pool = WorkspacePool(runtime.driver, self.device, self.workspace_bytes)
+        self._pool = WorkspacePool(self.driver, self.device, self.workspace_bytes)
 
     def __repr__(self) -> str:
         kernels = ", ".join(launch.selection.kernel.name for launch in self.launches)
         return f"{type(self).__name__}({kernels}; workspace of {self.workspace_bytes} bytes)"
-
-    @property
-    def runtime(self) -> PlanRuntime:
-        """The runtime that it was planned with."""
-        return self._runtime
-
-    @property
-    def driver(self) -> Driver:
-        """The driver that launches the kernels."""
-        return self._runtime.driver
 
     @property
     def bounds(self) -> tuple[int, int]:
@@ -149,7 +138,7 @@ class OperatorPlan:
         """Fetch, load and gate the kernels now, so that the first run does not."""
         context = self.driver.context_on(self.device)
         for launch in self.launches:
-            self._runtime.load(launch.selection.kernel, context)
+            self.runtime.load(launch.selection.kernel, context)
 
     def prepare(self, stream: Stream | None = None, *, graphs: int = 0) -> Workspace:
         """Return the plan's workspace on ``stream``; it is allocated and cleared on first use, and the plan keeps it.
@@ -254,7 +243,7 @@ class OperatorPlan:
             numbers=self.operator.numbers,
             context=context,
             device=self.device,
-            memory=self._runtime.memory,
+            memory=self.runtime.memory,
             bounds=self.bounds,
             scratch=Scratch(
                 held=self._pool.held if workspace is None else None,
@@ -314,7 +303,7 @@ class OperatorPlan:
     def stream_of(self, stream: Stream | None) -> int:
         """The handle of a stream as callers give it; None: for a plan of torch tensors torch's current one, else 0."""
         if stream is None:
-            return self._runtime.memory.current_stream(self.device) if self.of_torch else 0
+            return self.runtime.memory.current_stream(self.device) if self.of_torch else 0
         return stream_handle(stream)
 
     def check(self, workspace: AnyWorkspace, stream: Stream | None = None) -> None:
@@ -344,7 +333,7 @@ class OperatorPlan:
         prepared = self._prepared.get(context)
         if prepared is not None:
             return prepared
-        runtime = self._runtime
+        runtime = self.runtime
         device = self.driver.context_device(context)
         if device != self.device:
             raise UsageError(

@@ -16,7 +16,6 @@ from .driver import Driver, DriverCallError
 from .history import LaunchHistory, LaunchRecord
 from .modules import LoadedKernel
 from .plan import LaunchPlan, launch_config
-from .profiler import Profiler
 from .streams import is_default
 from .struct_types import SCALARS
 from .structs import PlacedField, StructLayout
@@ -71,6 +70,7 @@ class PreparedLaunches:
         self._descriptors = TensorMapCache(driver) if descriptors is None else descriptors
         self.descriptor = MovedDescriptors(self._descriptors, driver, self._context)
         self.call: Any = driver.function("cuLaunchKernelEx")
+        self.history, self.profiler = driver.history(self._context), driver.profiler
         self._lock = threading.RLock()
         self.runs = 0
         self._spare: list[list[ParameterBlock]] = []
@@ -134,16 +134,6 @@ class PreparedLaunches:
             return None
         blocks = self._new_blocks(tuple(values), maps)
         return RepeatedLaunches(blocks, stream, moving, self.call, self.history, self.failed)
-
-    @property
-    def history(self) -> LaunchHistory:
-        """The last launches in the context."""
-        return self._driver.history(self._context)
-
-    @property
-    def profiler(self) -> Profiler | None:
-        """The driver's, if it has one."""
-        return self._driver.profiler
 
     def unfit(self, error: Exception, values: Sequence[Any]) -> UsageError:
         """The error for a value that does not fit its field."""

@@ -318,19 +318,21 @@ class WorkspacePool:
             WorkspaceError: it is not there and the stream is capturing, or the stream is of another device.
         """
         key: Hashable = stream
+        context = None
         if is_default(stream):
-            key = self._driver.context_on(self._device), threading.get_ident() if stream == PER_THREAD else 0
+            context = self._driver.context_on(self._device)
+            key = context, threading.get_ident() if stream == PER_THREAD else 0
         held = self.held.get(key)
         if held is not None:
             return held
         with self._lock:
             if key not in self.held:
-                self.held[key] = self.make(stream)
+                self.held[key] = self.make(stream, context)
             return self.held[key]
 
-    def make(self, stream: int) -> Workspace:
-        """A workspace that is not of the pool; errors as ``take``."""
-        context = self._driver.context_of(stream, self._device)
+    def make(self, stream: int, context: int | None = None) -> Workspace:
+        """A workspace that is not of the pool, in a context or the stream's; errors as ``take``."""
+        context = context or self._driver.context_of(stream, self._device)
         return Workspace.allocate(self._driver, context, self._nbytes, stream)
 
     def close(self) -> None:
