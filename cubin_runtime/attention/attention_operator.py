@@ -77,7 +77,7 @@ class AttentionOperator(Operator):
     ``max_queries`` are the most query tokens of a request; None: any number, and their bound is never read back.
     """
 
-    call: ClassVar[Callable[[CallTensors, Any], AttentionCall]] = AttentionCall
+    call: ClassVar[type[Any]] = AttentionCall
     scales: tuple[str, ...] = SCALES
     takes_zero: bool = True
     capacity: Callable[[AttentionCall], int]

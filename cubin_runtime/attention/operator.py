@@ -193,7 +193,7 @@ class Operator:
     arguments had in the last minor version -> their names.
     """
 
-    call: ClassVar[Callable[[CallTensors, Any], Any]] = Call
+    call: ClassVar[type[Any]] = Call
     name: str
     tensors: tuple[TensorArg, ...]
     options: type[Any]
