@@ -13,7 +13,6 @@ import typer
 from ..config import local_path
 from ..errors import UsageError
 from . import options, output
-from .targets import Targets
 
 if TYPE_CHECKING:
     from ..artifacts.library import Library
@@ -28,7 +27,7 @@ class Layout(str, Enum):
 
 
 def export(
-    targets: Targets,
+    targets: options.Targets,
     out: Annotated[
         Path, typer.Option("--out", metavar="PLACE", help="The .zip to write; of --layout flashinfer, the folder.")
     ],
@@ -82,7 +81,7 @@ def export(
 
 
 def mirror(
-    targets: Targets,
+    targets: options.Targets,
     out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="The folder that a web server will serve.")],
     sm: options.SmOption = None,
     family: options.FamilyOption = None,

@@ -24,6 +24,12 @@ class Cpu(str, Enum):
     AARCH64 = "aarch64"
 
 
+Targets = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="PIN-or-PATH", help="Pinned releases, folders in them, or files.", autocompletion=completion.targets
+    ),
+]
 StoreOption = Annotated[Path | None, option("--store", "Store to use (CUBIN_RUNTIME_CACHE).", "DIR")]
 SourceOption = Annotated[
     list[str] | None,

@@ -8,14 +8,13 @@ import typer
 
 from ..errors import UsageError
 from . import options, output
-from .targets import Targets
 
 if TYPE_CHECKING:
     from ..artifacts.verification import VerifyReport
 
 
 def verify(
-    targets: Targets,
+    targets: options.Targets,
     complete: Annotated[
         bool, typer.Option("--complete", help="Treat files that were never fetched as an error.")
     ] = False,
