@@ -129,9 +129,7 @@ def test_a_plan_that_the_runtime_dropped_is_made_again(
     outcomes = [caller.outcome(call) for call in calls]
     gc.collect()
     assert (
-        len(
-            [plan for plan in gc.get_objects() if isinstance(plan, OperatorPlan) and plan._runtime is runtime.for_plans]
-        )
+        len([plan for plan in gc.get_objects() if isinstance(plan, OperatorPlan) and plan.runtime is runtime.for_plans])
         <= 6
     )
     assert [caller.outcome(call) for call in calls] == outcomes
