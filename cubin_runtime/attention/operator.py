@@ -49,17 +49,6 @@ class TensorArg:
     value: str = ""
     canonical: Callable[[TensorView, Any], TensorView] | None = None
 
-    def read(self, tensor: Any, options: Any) -> TensorView:
-        """The canonical view of a caller's tensor.
-
-        Raises:
-            UsageError: it is missing, no CUDA tensor, or of no form that has a canonical one.
-        """
-        view = view_of(tensor, self.name, written=self.written)
-        if self.scalar:
-            return flat_scalar(view)
-        return view if self.canonical is None else self.canonical(view, options)
-
 
 class CallTensors(dict[str, TensorView]):
     """The canonical views of one call's tensors by name, without those that are left out; it does not change.
@@ -245,8 +234,15 @@ class Operator:
         """
         views = list[TensorView | None]()
         for arg in self.tensors if declared is None else declared:
-            tensor = tensors.get(arg.name)
-            views.append(None if tensor is None and arg.optional else arg.read(tensor, options))
+            tensor: Any = tensors.get(arg.name)
+            view: TensorView | None = None
+            if tensor is not None or not arg.optional:
+                view = view_of(tensor, arg.name, written=arg.written)
+                if arg.scalar:
+                    view = flat_scalar(view)
+                elif arg.canonical is not None:
+                    view = arg.canonical(view, options)
+            views.append(view)
         return CallTensors(self.tensors if declared is None else declared, views)
 
     def split_scales(self, arguments: dict[str, Any]) -> dict[str, float | None]:
