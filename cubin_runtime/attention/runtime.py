@@ -155,10 +155,7 @@ class PlanRuntime:
     def load(self, kernel: NativeKernel, context: int, stream: int = 0) -> LoadedKernel:
         """A native kernel, loaded into ``context`` and gated; errors as ``ModuleCache.kernel``."""
         self.check_process()
-        request = self.request(kernel, context)
-        return self.modules.kernel(
-            request.context, request.sha256, request.symbol, request.read, request.needs, stream=stream
-        )
+        return self.modules.kernel(self.request(kernel, context), stream=stream)
 
     def load_trtllm_gen(
         self, meta: KernelMeta, context: int, stream: int = 0, *, nonportable_cluster: bool = False
@@ -172,9 +169,7 @@ class PlanRuntime:
         """
         self.check_process()
         request = self.trtllm_gen_request(meta, context, nonportable_cluster=nonportable_cluster)
-        return self.modules.kernel(
-            request.context, request.sha256, request.symbol, request.read, request.needs, stream=stream
-        )
+        return self.modules.kernel(request, stream=stream)
 
     def trtllm_gen_request(self, meta: KernelMeta, context: int, *, nonportable_cluster: bool = False) -> KernelRequest:
         """Return the kernel that ``load_trtllm_gen`` loads, as a value for ``ModuleCache.preload``."""
