@@ -184,16 +184,7 @@ class ModuleCache:
             image = request.read()
         cubin = module.cubin if module else self._facts_of(sha256, image)
         # Before the load, so that a wrong architecture is our error and not the driver's refusal.
-        facts = check_launchable(
-            cubin,
-            symbol,
-            needs.layout,
-            needs.fingerprint,
-            needs.threads,
-            device,
-            needs.declared,
-            needs.dynamic_shared_bytes,
-        )
+        facts = check_launchable(cubin, symbol, needs, device)
         if module is None:
             module = self._load(context, sha256, symbol, image, cubin)
         function = self._driver.get_function(module.handle, symbol)
