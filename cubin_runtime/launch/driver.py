@@ -20,7 +20,7 @@ from .driver_errors import STICKY, DriverCallError, DriverLibraryError
 from .history import LaunchHistory, LaunchRecord
 from .profiler import Profiler
 from .streams import is_default
-from .struct_types import TENSOR_MAP_BYTES
+from .structs import TENSOR_MAP_BYTES
 
 __all__ = ["DeviceFacts", "Driver", "DriverCallError", "DriverLibraryError", "Life"]
 _LIBCUDA = "libcuda.so.1"

@@ -17,8 +17,7 @@ from .history import LaunchHistory, LaunchRecord
 from .modules import LoadedKernel
 from .plan import LaunchPlan, launch_config
 from .streams import is_default
-from .struct_types import SCALARS
-from .structs import PlacedField, StructLayout
+from .structs import SCALARS, PlacedField, StructLayout
 from .tensormap import MovedDescriptors, TensorMapCache, TensorMapSpec
 
 # Errors of the driver if another context is current than a default stream is meant in, or none.
