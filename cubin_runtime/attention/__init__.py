@@ -4,8 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ..launch.semaphore_workspace import SemaphoreWorkspace
-    from ..launch.workspace import Workspace
+    from ..launch.workspace import SemaphoreWorkspace, Workspace
     from ..protocols import Stream
     from ..tensor import Tensor, TensorView, view_of
     from .backends import BackendError
@@ -22,8 +21,7 @@ if TYPE_CHECKING:
 
 # Modules, each loaded when one of its names is first asked for -> their names.
 _MODULES = {
-    "..launch.semaphore_workspace": ("SemaphoreWorkspace",),
-    "..launch.workspace": ("Workspace",),
+    "..launch.workspace": ("SemaphoreWorkspace", "Workspace"),
     "..protocols": ("Stream",),
     "..tensor": ("Tensor", "TensorView", "view_of"),
     ".backends": ("BackendError",),

@@ -14,9 +14,8 @@ from ..kernels.native.launches import NativeLaunch
 from ..launch.driver import DeviceFacts
 from ..tensor import TensorSpec, TensorView, is_torch, view_of
 from ..values import dataclass
-from .checks import OptionCheck, check_dtype, check_options, option_checks
+from .checks import OptionCheck, check_dtype, check_options, flat_scalar, option_checks, split_scale
 from .runtime import NativeRelease, Runtime
-from .scales import flat_scalar, split_scale
 
 Given = Mapping[str, Any]
 LENGTHS = ("int32", "uint32")

@@ -15,10 +15,9 @@ from ..kernels.native.launches import STATUS, NativeLaunch
 from ..launch.plan import LaunchPlan
 from ..launch.prepared import OtherContextError, PreparedLaunches, RepeatedLaunches
 from ..launch.regions import Region, workspace_size
-from ..launch.semaphore_workspace import AnyWorkspace, check_workspace
 from ..launch.streams import stream_handle
 from ..launch.structs import FieldRow
-from ..launch.workspace import Workspace, WorkspacePool, context_of_launch
+from ..launch.workspace import AnyWorkspace, Workspace, WorkspacePool, check_workspace, context_of_launch
 from ..provenance import traced
 from .fast_path.notes import FastPaths, Launched, Scratch
 from .hook import Run, installed

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 from ..errors import UsageError, WorkspaceError
-from ..launch.semaphore_workspace import AnyWorkspace, check_workspace
-from ..launch.workspace import EagerClaim, Workspace
+from ..launch.workspace import AnyWorkspace, EagerClaim, Workspace, check_workspace
 from .fast_path.guards import KnownForms, guarded
 from .fast_path.notes import note_launch
 from .fast_path.operator_function import suspendable

@@ -50,9 +50,8 @@ from cubin_runtime.compat import flashinfer
 from cubin_runtime.errors import CubinRuntimeError
 from cubin_runtime.kernels.abi import abi_layouts
 from cubin_runtime.launch.plan import LaunchPlan
-from cubin_runtime.launch.semaphore_workspace import SemaphoreWorkspace
 from cubin_runtime.launch.tensormap import TensorMapSpec
-from cubin_runtime.launch.workspace import Workspace
+from cubin_runtime.launch.workspace import SemaphoreWorkspace, Workspace
 from cubin_runtime.testing import GraphDriver, StandIn
 from kernels_src.variants import VARIANTS
 from tests.golden.cubins import cubin_of, write_release

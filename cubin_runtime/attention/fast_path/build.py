@@ -6,8 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...launch.prepared import PreparedLaunches
-from ...launch.semaphore_workspace import SemaphoreWorkspace
-from ...launch.workspace import Workspace
+from ...launch.workspace import SemaphoreWorkspace, Workspace
 from ...provenance import ArgumentAddress, ArgumentNumber
 from ...tensor import TensorView
 from ..runtime import Runtime
@@ -30,7 +29,7 @@ from .table import (
 )
 
 if TYPE_CHECKING:
-    from ...launch.semaphore_workspace import AnyWorkspace
+    from ...launch.workspace import AnyWorkspace
 
 _ALIGNED, _PLACED = 15, 255  # bits of an address that count: of a tensor, of memory that regions are placed in
 _MOST = (1 << 63) - 1

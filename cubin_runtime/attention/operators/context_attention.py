@@ -19,7 +19,7 @@ from ...kernels.native.prefill.select import (
     select_context_attention,
 )
 from ...launch.driver import DeviceFacts
-from ...launch.semaphore_workspace import AnyWorkspace
+from ...launch.workspace import AnyWorkspace
 from ...tensor import TensorView
 from ...values import dataclass
 from ..attention_operator import (
@@ -34,7 +34,7 @@ from ..attention_operator import (
 )
 from ..backends import AUTO
 from ..call_sizes import MOST, CallSizes, Explained
-from ..checks import check_lse_base, check_shape, check_window, listed, token_stride
+from ..checks import check_lse_base, check_shape, check_window, float32_number, listed, token_stride
 from ..fast_path.operator_function import operator_function
 from ..operator import LENGTHS, Given, OutputForm, TensorArg, shape_of
 from ..paged_cache import (
@@ -51,7 +51,6 @@ from ..paged_cache import (
 )
 from ..pipeline import plan_call, run_call, torch_op
 from ..runtime import NativeRelease, Runtime
-from ..scales import float32_number
 from ..step_plan import StepPlan
 
 if TYPE_CHECKING:
