@@ -2,6 +2,26 @@
 
 enum { ABI = 4 };
 
+static PyObject **first_of(PyObject *object, References references) {
+  return (PyObject **)((char *)object + references.offset);
+}
+
+int visit_all(PyObject *object, References references, visitproc visit, void *arg) {
+  for (size_t i = 0; i < references.count; i++) Py_VISIT(first_of(object, references)[i]);
+  Py_VISIT(Py_TYPE(object));
+  return 0;
+}
+
+void clear_all(PyObject *object, References references) {
+  for (size_t i = 0; i < references.count; i++) Py_CLEAR(first_of(object, references)[i]);
+}
+
+void release(PyObject *object) {
+  PyTypeObject *type = Py_TYPE(object);
+  ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
+  Py_DECREF((PyObject *)type);
+}
+
 static int add_type(PyObject *module, const char *name, PyType_Spec *spec) {
   PyObject *type = PyType_FromModuleAndSpec(module, spec, NULL);
   int failed = PyModule_AddObjectRef(module, name, type);  // of NULL, too

@@ -6,9 +6,8 @@
 typedef struct {
   PyObject_HEAD
   PyObject *names, *defaults;      // of all parameters, in order; `missing` for those that have no default
-  PyObject *missing, *miss, *otherwise;
+  PyObject *missing, *miss, *walk_type, *otherwise;
   PyObject *entries, *walks;       // tuples: the paths, and the walk of each, or None
-  PyTypeObject *walk_type;
   Py_ssize_t count, first, by_position;  // calls leave out those before `first`
 } Paths;
 
@@ -75,7 +74,7 @@ static int set_entries(PyObject *object, PyObject *entries, void *unused) {
   if (walks == NULL) return -1;
   for (Py_ssize_t i = 0; i < count; i++) {
     PyObject *its = PyObject_GetAttrString(PyTuple_GetItem(entries, i), "walk");
-    if (its != NULL && its != Py_None && Py_TYPE(its) != self->walk_type) {
+    if (its != NULL && its != Py_None && (PyObject *)Py_TYPE(its) != self->walk_type) {
       PyErr_SetString(PyExc_TypeError, "walk: expected a Walk or None");
       Py_CLEAR(its);
     }
@@ -171,7 +170,7 @@ static PyObject *new_paths(PyTypeObject *type, PyObject *arguments, PyObject *ke
   self->entries = PyTuple_New(0);
   self->walks = PyTuple_New(0);
   PyObject *module = PyType_GetModule(type);
-  self->walk_type = module == NULL ? NULL : (PyTypeObject *)PyObject_GetAttrString(module, "Walk");
+  self->walk_type = module == NULL ? NULL : PyObject_GetAttrString(module, "Walk");
   if (self->entries == NULL || self->walks == NULL || self->walk_type == NULL) {
     Py_DECREF((PyObject *)self);
     return NULL;
@@ -180,40 +179,19 @@ static PyObject *new_paths(PyTypeObject *type, PyObject *arguments, PyObject *ke
 }
 
 static int visit_paths(PyObject *object, visitproc visit, void *arg) {
-  Paths *self = (Paths *)object;
-  Py_VISIT(self->names);
-  Py_VISIT(self->defaults);
-  Py_VISIT(self->missing);
-  Py_VISIT(self->miss);
-  Py_VISIT(self->otherwise);
-  Py_VISIT(self->entries);
-  Py_VISIT(self->walks);
-  Py_VISIT((PyObject *)self->walk_type);
-  Py_VISIT(Py_TYPE(object));
-  return 0;
+  return visit_all(object, REFERENCES(Paths, names, walks), visit, arg);
 }
 
+// Without the others a call that comes all the same would have no names to bind by.
 static int clear_paths(PyObject *object) {
-  Paths *self = (Paths *)object;
-  Py_CLEAR(self->otherwise);
-  Py_CLEAR(self->entries);
-  Py_CLEAR(self->walks);
+  clear_all(object, REFERENCES(Paths, otherwise, walks));
   return 0;
 }
 
 static void free_paths(PyObject *object) {
-  Paths *self = (Paths *)object;
-  PyTypeObject *type = Py_TYPE(object);
   PyObject_GC_UnTrack(object);
-  clear_paths(object);
-  Py_XDECREF(self->names);
-  Py_XDECREF(self->defaults);
-  Py_XDECREF(self->missing);
-  Py_XDECREF(self->miss);
-  Py_XDECREF((PyObject *)self->walk_type);
-  freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+  clear_all(object, REFERENCES(Paths, names, walks));
   release(object);
-  Py_DECREF((PyObject *)type);
 }
 
 static PyMethodDef methods[] = {

@@ -185,18 +185,9 @@ static PyObject *new_sender(PyTypeObject *type, PyObject *arguments, PyObject *k
 }
 
 static void free_sender(PyObject *object) {
-  Sender *self = (Sender *)object;
-  PyTypeObject *type = Py_TYPE(object);
-  Py_XDECREF(self->launch);
-  Py_XDECREF(self->stream);
-  Py_XDECREF(self->record);
-  Py_XDECREF(self->tick);
-  Py_XDECREF(self->kept);
-  Py_XDECREF(self->entry);
-  PyMem_Free(self->parameters);
-  freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+  clear_all(object, REFERENCES(Sender, launch, entry));
+  PyMem_Free(((Sender *)object)->parameters);
   release(object);
-  Py_DECREF((PyObject *)type);
 }
 
 static PyMethodDef methods[] = {

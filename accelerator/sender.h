@@ -5,6 +5,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include <stddef.h>
 #include <stdint.h>
 
 enum { MOST_BYTES = 4096, ALIGNMENT = 128, MOST_FIELDS = 64 };
@@ -42,6 +43,20 @@ PyObject *guard_of(PyObject *module, PyObject *check);
 // The method that a guard of `guard_of` calls, borrowed, and what it gives for a tuple of tensors; NULL: no such guard.
 PyObject *guarded_by(PyObject *guard);
 PyObject *alike(PyObject *check, PyObject *tensors);
+
+// The references of an object, which lie in it one behind another.
+typedef struct {
+  size_t offset, count;
+} References;
+
+#define REFERENCES(type, first, last) \
+  ((References){offsetof(type, first), (offsetof(type, last) - offsetof(type, first)) / sizeof(PyObject *) + 1})
+
+int visit_all(PyObject *object, References references, visitproc visit, void *arg);
+void clear_all(PyObject *object, References references);
+
+// Give back the memory of an object that holds nothing more.
+void release(PyObject *object);
 
 extern PyType_Spec sender_spec, walk_spec, paths_spec;
 

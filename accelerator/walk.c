@@ -7,7 +7,7 @@
 #include <math.h>
 #include <string.h>
 
-enum { BUCKETS = 256, REFERENCES = 21 };
+enum { BUCKETS = 256 };
 enum { IDENTICAL, EQUAL, OF_TYPE, INTEGER, SCALE, SEQUENCE, WORKSPACE };  // `Kind` of table.py
 enum { ADDRESS, PRODUCT };
 enum { SLOT, TENSOR, CONSTANT };  // kinds of sizes, as in path.py
@@ -65,9 +65,8 @@ struct Walk {
   PyObject *make, *made_of;              // NULL: no tensor is made
   PyObject *halts, *claim;               // NULL: nothing halts it
   PyObject *by_size, *size_of;           // NULL: a call's sizes do not matter; else the walks by their sizes
-  PyTypeObject *sender_type;
-  PyObject *guarded;  // what `check` calls, borrowed from it, or NULL
-  PyObject *result;   // None, a slot, or a tuple of slots
+  PyObject *sender_type, *result;        // the latter: None, a slot, or a tuple of slots
+  PyObject *guarded;                     // what `check` calls, borrowed from it, or NULL
   int count, stream_slot, workspace_slot, tests, tensors, keyed, launches, made_counts, sizes;
   struct {
     int kind;
@@ -364,7 +363,7 @@ static int fill_all(const Walk *self, PyObject *senders, const Call *call, Param
     PyObject *send = PyTuple_GetItem(senders, i);
     PyObject *sender = send == NULL ? NULL : PyCFunction_GetSelf(send);
     if (sender == NULL) return FAILED;
-    if (Py_TYPE(sender) != self->sender_type || ((Sender *)sender)->count != self->counts[i]) return OTHERWISE;
+    if ((PyObject *)Py_TYPE(sender) != self->sender_type || ((Sender *)sender)->count != self->counts[i]) return OTHERWISE;
     if (fill_launch(self, i, (Sender *)sender, call, &parameters[i]) == FAILED) {
       if (!is_of_value()) return FAILED;
       PyErr_Clear();  // Python's walk says which value it is
@@ -634,18 +633,17 @@ static int set_by_size(Walk *self, PyObject *by_size) {
 }
 
 static int set_names(Walk *self, PyTypeObject *type) {
+  static const char *const names[] = {"_current_level", "of_legacy", "place", "owner", "context", "claim"};
+  PyObject **own[] = {&self->level,      &self->of_legacy,    &self->place,
+                      &self->owner_name, &self->context_name, &self->claim_name};
+  for (size_t i = 0; i < sizeof own / sizeof *own; i++) {
+    *own[i] = PyUnicode_InternFromString(names[i]);
+    if (*own[i] == NULL) return -1;
+  }
   PyObject *module = PyType_GetModule(type);
-  self->level = PyUnicode_InternFromString("_current_level");
+  self->sender_type = module == NULL ? NULL : PyObject_GetAttrString(module, "Sender");
   self->no_level = PyLong_FromLong(-1);
-  self->sender_type = module == NULL ? NULL : (PyTypeObject *)PyObject_GetAttrString(module, "Sender");
-  self->of_legacy = PyUnicode_InternFromString("of_legacy");
-  self->place = PyUnicode_InternFromString("place");
-  self->owner_name = PyUnicode_InternFromString("owner");
-  self->context_name = PyUnicode_InternFromString("context");
-  self->claim_name = PyUnicode_InternFromString("claim");
-  if (self->context_name == NULL || self->claim_name == NULL) return -1;
-  if (self->sender_type == NULL || self->level == NULL || self->no_level == NULL) return -1;
-  return self->of_legacy == NULL || self->place == NULL || self->owner_name == NULL ? -1 : 0;
+  return self->sender_type == NULL || self->no_level == NULL ? -1 : 0;
 }
 
 static PyObject *new_walk(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
@@ -691,44 +689,18 @@ static PyObject *new_walk(PyTypeObject *type, PyObject *arguments, PyObject *key
   return (PyObject *)self;
 }
 
-// All that a walk refers to.
-static void each_reference(Walk *self, PyObject **found[REFERENCES]) {
-  PyObject **all[REFERENCES] = {&self->tests_known, &self->modes,   &self->levels,    &self->level, &self->no_level,
-                                &self->check,       &self->data_ptr, &self->failed,   &self->senders, &self->of_legacy,
-                                &self->place,       &self->owner_name, &self->current, &self->device, &self->legacy,
-                                &self->place_of,    &self->make,    &self->made_of,   &self->result,  &self->context_name,
-                                &self->claim_name};
-  memcpy(found, all, sizeof all);
-}
-
 static int visit_walk(PyObject *object, visitproc visit, void *arg) {
   Walk *self = (Walk *)object;
-  PyObject **references[REFERENCES];
-  each_reference(self, references);
-  for (int i = 0; i < REFERENCES; i++) Py_VISIT(*references[i]);
-  Py_VISIT(self->halts);
-  Py_VISIT(self->claim);
-  Py_VISIT(self->by_size);
-  Py_VISIT(self->size_of);
-  Py_VISIT((PyObject *)self->sender_type);
   for (int i = 0; i < BUCKETS; i++) {
     Py_VISIT(self->buckets[i].key.place);
     Py_VISIT(self->buckets[i].senders);
   }
-  Py_VISIT(Py_TYPE(object));
-  return 0;
+  return visit_all(object, REFERENCES(Walk, tests_known, result), visit, arg);
 }
 
 static int clear_walk(PyObject *object) {
   Walk *self = (Walk *)object;
-  PyObject **references[REFERENCES];
-  each_reference(self, references);
-  for (int i = 0; i < REFERENCES; i++) Py_CLEAR(*references[i]);
-  Py_CLEAR(self->halts);
-  Py_CLEAR(self->claim);
-  Py_CLEAR(self->by_size);
-  Py_CLEAR(self->size_of);
-  Py_CLEAR(self->sender_type);
+  clear_all(object, REFERENCES(Walk, tests_known, result));
   for (int i = 0; i < BUCKETS; i++) {
     Py_CLEAR(self->buckets[i].key.place);
     Py_CLEAR(self->buckets[i].senders);
@@ -737,13 +709,10 @@ static int clear_walk(PyObject *object) {
 }
 
 static void free_walk(PyObject *object) {
-  PyTypeObject *type = Py_TYPE(object);
   PyObject_GC_UnTrack(object);
   clear_walk(object);
   for (int i = 0; i < MOST_LAUNCHES; i++) PyMem_Free(((Walk *)object)->source[i]);
-  freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
   release(object);
-  Py_DECREF((PyObject *)type);
 }
 
 static PyType_Slot slots[] = {

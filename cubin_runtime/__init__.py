@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from . import attention
 from ._version import __version__
 from .config import Config, Network
 from .errors import (
@@ -32,28 +33,13 @@ if TYPE_CHECKING:
     from .artifacts.path import PathError
     from .artifacts.pins.signed_statement import SignatureError
     from .artifacts.verification import VerifyReport
-    from .attention.backends import BackendError
-    from .attention.operator_plan import ClampedInputError
-    from .attention.operators.append_kv import AppendKvPlan, append_kv, plan_append_kv
-    from .attention.operators.context_attention import ContextAttentionPlan, context_attention, plan_context_attention
-    from .attention.operators.draft_mask import DraftMaskPlan, draft_mask, plan_draft_mask
-    from .attention.operators.merge_states import MergeStatesPlan, merge_states, plan_merge_states
-    from .attention.operators.mla_decode import MlaDecodePlan, mla_decode, plan_mla_decode
-    from .attention.operators.paged_decode import PagedDecodePlan, paged_decode, plan_paged_decode
-    from .attention.operators.sparse_mla_decode import SparseMlaDecodePlan, plan_sparse_mla_decode, sparse_mla_decode
-    from .attention.process import default_runtime, set_default_runtime
-    from .attention.runtime import Runtime, RuntimeStats
-    from .attention.step_plan import BoundStep
+    from .attention import *  # noqa: F403  # the names of its __all__
     from .kernels.trtllm_gen.errors import PlanRefused, WorkspaceRefused
     from .launch.driver import DeviceFacts
     from .launch.driver_errors import DriverCallError, DriverLibraryError
-    from .launch.semaphore_workspace import SemaphoreWorkspace
     from .launch.tensormap import TensorMapError
-    from .launch.workspace import Workspace
-    from .protocols import Stream
-    from .tensor import Tensor, TensorView, view_of
 
-# Modules, each loaded when one of its names is first asked for -> their names.
+# Modules, each loaded when one of its names is first asked for -> their names; those of `attention` are its own.
 _MODULES = {
     ".artifacts.api": ("Artifact", "FetchReport", "fetch", "load", "open_library", "verify"),
     ".artifacts.cubins.cubin": ("Cubin", "CubinFormatError", "KernelFacts"),
@@ -64,30 +50,20 @@ _MODULES = {
     ".kernels.trtllm_gen.errors": ("PlanRefused", "WorkspaceRefused"),
     ".launch.driver": ("DeviceFacts",),
     ".launch.driver_errors": ("DriverCallError", "DriverLibraryError"),
-    ".launch.semaphore_workspace": ("SemaphoreWorkspace",),
     ".launch.tensormap": ("TensorMapError",),
-    ".launch.workspace": ("Workspace",),
-    ".protocols": ("Stream",),
-    ".tensor": ("Tensor", "TensorView", "view_of"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
     "AbiError",
-    "AppendKvPlan",
     "Artifact",
-    "BackendError",
-    "BoundStep",
-    "ClampedInputError",
     "Config",
-    "ContextAttentionPlan",
     "CorruptError",
     "Cubin",
     "CubinFormatError",
     "CubinRuntimeError",
     "DeviceError",
     "DeviceFacts",
-    "DraftMaskPlan",
     "DriverCallError",
     "DriverError",
     "DriverLibraryError",
@@ -96,53 +72,26 @@ __all__ = [
     "FrozenError",
     "KernelFacts",
     "Library",
-    "MergeStatesPlan",
     "MissingError",
-    "MlaDecodePlan",
     "Network",
-    "PagedDecodePlan",
     "PathError",
     "PinError",
     "PlanRefused",
-    "Runtime",
-    "RuntimeStats",
-    "SemaphoreWorkspace",
     "SignatureError",
     "SourceError",
-    "SparseMlaDecodePlan",
     "StoreError",
-    "Stream",
-    "Tensor",
     "TensorMapError",
-    "TensorView",
     "UsageError",
     "VerifyReport",
-    "Workspace",
     "WorkspaceError",
     "WorkspaceRefused",
     "__version__",
-    "append_kv",
-    "context_attention",
-    "default_runtime",
-    "draft_mask",
     "fetch",
     "load",
-    "merge_states",
-    "mla_decode",
     "open_library",
-    "paged_decode",
-    "plan_append_kv",
-    "plan_context_attention",
-    "plan_draft_mask",
-    "plan_merge_states",
-    "plan_mla_decode",
-    "plan_paged_decode",
-    "plan_sparse_mla_decode",
-    "set_default_runtime",
-    "sparse_mla_decode",
     "verify",
-    "view_of",
 ]
+__all__ += attention.__all__
 
 
 if not TYPE_CHECKING:  # a name that is not there is an error of type checkers

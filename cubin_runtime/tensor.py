@@ -43,7 +43,7 @@ class TensorView:
     device: int = 0
 
     def __post_init__(self) -> None:
-        if not is_dtype(self.dtype):
+        if self.dtype not in ITEM_BYTES:
             raise UsageError(f"expected one of {', '.join(ITEM_BYTES)}", argument="dtype", value=repr(self.dtype))
         if len(self.shape) != len(self.strides):
             raise UsageError(f"shape={self.shape} with strides={self.strides}: expected equal lengths")

@@ -86,7 +86,7 @@ class Worker(Requests):
         """What our runtime loaded, allocated and planned so far; nothing where it is another process."""
         if not self._in_process:
             return {}
-        from cubin_runtime.attention.process import default
+        from cubin_runtime.attention.runtime import default
 
         made = default.runtime
         if made is None:

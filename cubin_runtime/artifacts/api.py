@@ -132,12 +132,7 @@ def verify(
     """Hash files of a release, in the store or in a published tree, and compare them with the pinned manifest.
 
     Args:
-        target: as in ``fetch``, and so are the filters.
-        sm: see ``fetch``.
-        family: see ``fetch``.
-        dtype: see ``fetch``.
-        head_dim: see ``fetch``.
-        match: see ``fetch``.
+        target, sm, family, dtype, head_dim, match: as in ``fetch``.
         complete: whether files that were never fetched are an error.
         tree: a directory, a ``.zip`` or ``.whl``, or ``"package"``, to check instead of the store; a file in it that
             no pinned release lists is an error, unless only a part of a release is verified.

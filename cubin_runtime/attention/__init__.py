@@ -4,8 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ..launch.semaphore_workspace import SemaphoreWorkspace
-    from ..launch.workspace import Workspace
+    from ..launch.workspace import SemaphoreWorkspace, Workspace
     from ..protocols import Stream
     from ..tensor import Tensor, TensorView, view_of
     from .backends import BackendError
@@ -17,14 +16,12 @@ if TYPE_CHECKING:
     from .operators.mla_decode import MlaDecodePlan, mla_decode, plan_mla_decode
     from .operators.paged_decode import PagedDecodePlan, paged_decode, plan_paged_decode
     from .operators.sparse_mla_decode import SparseMlaDecodePlan, plan_sparse_mla_decode, sparse_mla_decode
-    from .process import default_runtime, set_default_runtime
-    from .runtime import Runtime, RuntimeStats
+    from .runtime import Runtime, RuntimeStats, default_runtime, set_default_runtime
     from .step_plan import BoundStep
 
 # Modules, each loaded when one of its names is first asked for -> their names.
 _MODULES = {
-    "..launch.semaphore_workspace": ("SemaphoreWorkspace",),
-    "..launch.workspace": ("Workspace",),
+    "..launch.workspace": ("SemaphoreWorkspace", "Workspace"),
     "..protocols": ("Stream",),
     "..tensor": ("Tensor", "TensorView", "view_of"),
     ".backends": ("BackendError",),
@@ -36,8 +33,7 @@ _MODULES = {
     ".operators.mla_decode": ("MlaDecodePlan", "mla_decode", "plan_mla_decode"),
     ".operators.paged_decode": ("PagedDecodePlan", "paged_decode", "plan_paged_decode"),
     ".operators.sparse_mla_decode": ("SparseMlaDecodePlan", "plan_sparse_mla_decode", "sparse_mla_decode"),
-    ".process": ("default_runtime", "set_default_runtime"),
-    ".runtime": ("Runtime", "RuntimeStats"),
+    ".runtime": ("Runtime", "RuntimeStats", "default_runtime", "set_default_runtime"),
     ".step_plan": ("BoundStep",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

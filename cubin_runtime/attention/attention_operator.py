@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from math import isfinite, prod, sqrt
-from typing import Any
+from typing import Any, ClassVar
 
 from ..errors import UsageError
 from ..kernels.native.problem import LOG2_E, NUMBERS
@@ -16,8 +16,7 @@ from ..values import dataclass
 from .backends import AUTO
 from .checks import check_dtype, integer
 from .operator import LENGTHS, CallTensors, Given, Operator, TensorArg
-from .plan_cache import shared_bounds
-from .runtime import Runtime
+from .runtime import Runtime, shared_bounds
 
 SCALES = ("softmax_scale", "output_scale")
 SCALE_TENSORS = tuple(
@@ -53,43 +52,21 @@ class AttentionOptions:
 class AttentionCall:
     """The tensors and options of one call, and what follows from them; immutable.
 
-    ``ragged``: its requests have query tokens of different number.
+    ``ragged``: its requests have query tokens of different number. ``own_q_len`` are those of each request, None where
+    they differ, and ``q_len`` those or their bound. Shapes of a wrong rank give sizes that no rule takes.
     """
 
-    __slots__ = ("options", "q", "ragged", "tensors")
+    __slots__ = ("batch", "options", "own_q_len", "q", "q_heads", "q_len", "ragged", "tensors", "tokens")
 
     def __init__(self, tensors: CallTensors, options: Any) -> None:
         self.tensors, self.options = tensors, options
         self.q: TensorView = tensors["q"]
-        self.ragged = tensors.get("q_cu_seq_lens") is not None
-
-    @property
-    def batch(self) -> int:
-        """Requests."""
-        return self.tensors["q_cu_seq_lens"].shape[0] - 1 if self.ragged else self.q.shape[0]
-
-    @property
-    def tokens(self) -> int:
-        """Query tokens of all requests."""
-        return prod(self.q.shape[:-2])
-
-    @property
-    def own_q_len(self) -> int | None:
-        """Query tokens of each request; None where they differ."""
-        if self.ragged:
-            return None
-        shape = self.q.shape
-        return shape[1] if len(shape) == 4 else 1
-
-    @property
-    def q_len(self) -> int:
-        """Query tokens of each request, or their bound."""
-        return self.own_q_len or self.options.max_q_len or 1
-
-    @property
-    def q_heads(self) -> int:
-        """Query heads."""
-        return self.q.shape[-2]
+        shape, sums = self.q.shape, tensors.get("q_cu_seq_lens")
+        self.ragged = sums is not None
+        self.batch = prod(shape[:1]) if sums is None else prod(sums.shape[:1]) - 1
+        self.tokens, self.q_heads = prod(shape[:-2]), prod(shape[-2:-1])
+        self.own_q_len = None if self.ragged else shape[1] if len(shape) == 4 else 1
+        self.q_len: int = self.own_q_len or options.max_q_len or 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +77,7 @@ class AttentionOperator(Operator):
     ``max_queries`` are the most query tokens of a request; None: any number, and their bound is never read back.
     """
 
+    call: ClassVar[type[Any]] = AttentionCall
     scales: tuple[str, ...] = SCALES
     takes_zero: bool = True
     capacity: Callable[[AttentionCall], int]
@@ -116,15 +94,11 @@ class AttentionOperator(Operator):
         """As ``Operator``."""
         return *self.scales, "max_seq_len"
 
-    def call(self, tensors: CallTensors, options: Any) -> AttentionCall:
-        """As ``Operator``."""
-        return AttentionCall(tensors, options)
-
-    def with_defaults(self, scales: Mapping[str, float | None], arguments: Given) -> Mapping[str, float]:
+    def with_defaults(self, scales: Mapping[str, float | None], tensors: CallTensors) -> Mapping[str, float]:
         """As ``Operator``; a scale on the device is 1."""
         numbers = {name: 1.0 if number is None else number for name, number in scales.items()}
-        if scales["softmax_scale"] is None and arguments["softmax_scale"] is None:
-            numbers["softmax_scale"] = self.scale(view_of(arguments["q"], "q").shape)
+        if scales["softmax_scale"] is None and "softmax_scale" not in tensors:
+            numbers["softmax_scale"] = self.scale(tensors["q"].shape)
         return numbers
 
     def with_bounds(self, named: dict[str, Any], arguments: Given, runtime: Runtime, stream: int) -> None:

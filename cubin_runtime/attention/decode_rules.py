@@ -15,7 +15,7 @@ from .attention_operator import (
     AttentionOptions,
     check_scale_shapes,
 )
-from .checks import check_shape, integer, token_stride
+from .checks import check_shape, token_stride
 from .operator import LENGTHS, TensorArg
 from .paged_cache import MOST_KEYS
 
@@ -91,7 +91,7 @@ def check_queries(call: AttentionCall, most: int) -> None:
     check_shape("q_cu_seq_lens", call.tensors["q_cu_seq_lens"], (lens[0] + 1,))
     if bound is None:
         raise UsageError(f"None with q_cu_seq_lens, expected a bound from 1 to {most}", argument="max_q_len")
-    if not 1 <= integer("max_q_len", bound) <= most:
+    if not 1 <= bound <= most:
         raise UsageError(f"expected 1 to {most}", argument="max_q_len", value=bound)
 
 
@@ -122,7 +122,7 @@ def check_token_strides(call: AttentionCall) -> None:
 def check_options(call: AttentionCall, *, page_size: int, kv_heads: int) -> None:
     """Check the bound on the keys, and the ranks that they are dealt to."""
     options = call.options
-    bound, columns = integer("max_seq_len", options.max_seq_len), call.tensors["page_table"].shape[-1]
+    bound, columns = options.max_seq_len, call.tensors["page_table"].shape[-1]
     capacity = columns * page_size
     if not 0 <= bound <= capacity:
         raise UsageError(
@@ -141,8 +141,7 @@ def check_options(call: AttentionCall, *, page_size: int, kv_heads: int) -> None
 def _check_dealing(call: AttentionCall) -> None:
     """Check the lengths on all ranks and the ranks against each other and the rest of the call."""
     tensors, options = call.tensors, call.options
-    world, rank = integer("cp_world", options.cp_world), integer("cp_rank", options.cp_rank)
-    interleave = integer("cp_interleave", options.cp_interleave)
+    world, rank, interleave = options.cp_world, options.cp_rank, options.cp_interleave
     if tensors.get(GLOBAL_LENS.name) is None:
         if (world, rank, interleave) != (1, 0, 1):
             raise UsageError(

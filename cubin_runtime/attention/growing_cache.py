@@ -20,8 +20,7 @@ from .fast_path.operator_function import is_compiling, is_suspended
 from .hook import installed
 from .operators.paged_decode import PAGED_DECODE, PagedDecodeOptions, plan_paged_decode
 from .paged_cache import has_decode_kernel, strides_of
-from .plan_cache import shared_bounds
-from .process import default, default_runtime
+from .runtime import default, default_runtime, shared_bounds
 
 if TYPE_CHECKING:
     from .runtime import Runtime

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, fields, replace
 from functools import cache
 from math import gcd
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from ..dtypes import ITEM_BYTES
 from ..errors import UsageError
@@ -14,9 +14,8 @@ from ..kernels.native.launches import NativeLaunch
 from ..launch.driver import DeviceFacts
 from ..tensor import TensorSpec, TensorView, is_torch, view_of
 from ..values import dataclass
-from .checks import OptionCheck, check_dtype, option_checks
+from .checks import OptionCheck, check_dtype, check_options, flat_scalar, option_checks, split_scale
 from .runtime import NativeRelease, Runtime
-from .scales import flat_scalar, split_scale
 
 Given = Mapping[str, Any]
 LENGTHS = ("int32", "uint32")
@@ -48,19 +47,6 @@ class TensorArg:
     scalar: bool = False
     value: str = ""
     canonical: Callable[[TensorView, Any], TensorView] | None = None
-
-    def read(self, tensor: Any, options: Any) -> TensorView | None:
-        """The canonical view of a caller's tensor.
-
-        Raises:
-            UsageError: it is missing, no CUDA tensor, or of no form that has a canonical one.
-        """
-        if tensor is None and self.optional:
-            return None
-        view = view_of(tensor, self.name, written=self.written)
-        if self.scalar:
-            return flat_scalar(view)
-        return view if self.canonical is None else self.canonical(view, options)
 
 
 class CallTensors(dict[str, TensorView]):
@@ -188,12 +174,14 @@ class Operator:
     arguments that are numbers or tensors on the device; one that is left out makes another plan, and 0 is refused
     unless it ``takes_zero``.
 
-    ``check`` raises for a call that breaks a rule. ``launches`` plans a checked call for a device with the kernels of a
+    ``call`` makes a call of tensors and options as ``check`` and ``launches`` take it. ``check`` raises for one that
+    breaks a rule. ``launches`` plans a checked call for a device with the kernels of a
     release. ``output`` is the form of ``out`` for the arguments of a call that leaves it out. ``op_options`` are
     arguments of its torch op that are neither tensors nor options, with their kinds. ``former`` are names that
     arguments had in the last minor version -> their names.
     """
 
+    call: ClassVar[type[Any]] = Call
     name: str
     tensors: tuple[TensorArg, ...]
     options: type[Any]
@@ -210,10 +198,12 @@ class Operator:
         """The annotations of the options that are no scales, by name."""
         return _option_kinds(self.options, self.scales)  # type: ignore[arg-type]  # classes are hashable
 
-    @property
-    def checks(self) -> tuple[OptionCheck, ...]:
-        """The checks of the options that are no scales."""
-        return _checks(self.options, self.scales)  # type: ignore[arg-type]  # classes are hashable
+    def checked(self, options: Any) -> dict[str, Any]:
+        """The options that are no scales by name; raises ``UsageError`` for one of another kind."""
+        kinds = self.option_kinds
+        named = {name: getattr(options, name) for name in kinds}
+        check_options(_checks(self.options, self.scales), named)  # type: ignore[arg-type]  # classes are hashable
+        return named
 
     @property
     def numbers(self) -> tuple[str, ...]:
@@ -235,13 +225,24 @@ class Operator:
         """The names of tensors that stay the same from step to step."""
         return tuple(arg.value or arg.name for arg in self.tensors if arg.resident)
 
-    def read(self, tensors: Given, options: Any) -> CallTensors:
-        """The canonical views of the tensors among a call's arguments, by name.
+    def read(self, tensors: Given, options: Any, declared: Sequence[TensorArg] | None = None) -> CallTensors:
+        """The canonical views of the tensors among a call's arguments, by name; of all, or of the ``declared`` ones.
 
         Raises:
             UsageError: one is missing, no CUDA tensor, or of no form that has a canonical one.
         """
-        return CallTensors(self.tensors, [arg.read(tensors[arg.name], options) for arg in self.tensors])
+        views = list[TensorView | None]()
+        for arg in self.tensors if declared is None else declared:
+            tensor: Any = tensors.get(arg.name)
+            view: TensorView | None = None
+            if tensor is not None or not arg.optional:
+                view = view_of(tensor, arg.name, written=arg.written)
+                if arg.scalar:
+                    view = flat_scalar(view)
+                elif arg.canonical is not None:
+                    view = arg.canonical(view, options)
+            views.append(view)
+        return CallTensors(self.tensors if declared is None else declared, views)
 
     def split_scales(self, arguments: dict[str, Any]) -> dict[str, float | None]:
         """The numbers among a call's scales by name, None where there is none; in ``arguments`` only tensors are left.
@@ -257,13 +258,9 @@ class Operator:
             numbers[name] = number
         return numbers
 
-    def with_defaults(self, scales: Mapping[str, float | None], arguments: Given) -> Mapping[str, float | None]:
+    def with_defaults(self, scales: Mapping[str, float | None], tensors: CallTensors) -> Mapping[str, float | None]:
         """The scales of a call whose plan is made now, or is shared; here none has a default."""
         return scales
-
-    def call(self, tensors: CallTensors, options: Any) -> Any:
-        """A call as ``check`` and ``launches`` take it."""
-        return Call(tensors, options)
 
     def with_bounds(self, named: dict[str, Any], arguments: Given, runtime: Runtime, stream: int) -> None:
         """Complete the options in ``named`` that are bounds which a call leaves out; here there are none.

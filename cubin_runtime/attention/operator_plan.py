@@ -3,37 +3,66 @@
 from __future__ import annotations
 
 import struct
+import threading
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import DeviceError, UsageError
 from ..kernels.native.constants import StatusBit
 from ..kernels.native.launches import STATUS, NativeLaunch
-from ..launch.driver import Driver
 from ..launch.plan import LaunchPlan
-from ..launch.prepared import OtherContextError, PreparedLaunches
-from ..launch.regions import workspace_size
-from ..launch.repeated import RepeatedLaunches
-from ..launch.semaphore_workspace import AnyWorkspace, check_workspace
+from ..launch.prepared import OtherContextError, PreparedLaunches, RepeatedLaunches
+from ..launch.regions import Region, workspace_size
 from ..launch.streams import stream_handle
 from ..launch.structs import FieldRow
-from ..launch.workspace import Workspace
-from ..launch.workspace_pool import WorkspacePool, context_of_launch
+from ..launch.workspace import AnyWorkspace, Workspace, WorkspacePool, check_workspace, context_of_launch
+from ..provenance import traced
 from .fast_path.notes import FastPaths, Launched, Scratch
 from .hook import Run, installed
 from .operator import CallTensors, Given, Operator
-from .region_places import RegionPlaces
 from .runtime import PlanRuntime
 from .user_frame import stacklevel_of_user
 
 if TYPE_CHECKING:
     from ..protocols import Stream
 
+_MAX_PLACES = 1024  # that are remembered
+
 
 class ClampedInputError(DeviceError):
     """A kernel found a length, page id, position or prefix sum out of bounds and clamped or skipped it, so the output
     of that run is not the requested one."""
+
+
+class RegionPlaces:
+    """The addresses of a plan's regions, by the place that ``claim`` gave; safe between threads.
+
+    It knows no plan: the fast paths that a plan keeps refer to it.
+    """
+
+    def __init__(self, regions: Sequence[Region]) -> None:
+        self._regions = regions
+        self._lock = threading.RLock()
+        self._places: OrderedDict[Hashable, tuple[int, ...]] = OrderedDict()
+
+    def __call__(self, workspace: AnyWorkspace, place: Hashable) -> tuple[int, ...]:
+        """The address of each region in a place of the workspace.
+
+        Raises:
+            WorkspaceError: the place is too small.
+        """
+        addresses = self._places.get(place)
+        if addresses is not None and not traced.call:  # a caller's buffers are to be seen in the addresses
+            return addresses
+        regions = workspace.regions(self._regions, place)
+        addresses = tuple(regions[region.name] for region in self._regions)
+        with self._lock:
+            self._places[place] = addresses
+            while len(self._places) > _MAX_PLACES:
+                self._places.popitem(last=False)
+        return addresses
 
 
 class OperatorPlan:
@@ -42,7 +71,7 @@ class OperatorPlan:
     A plan owns no tensor. Each run uses scratch memory that belongs to its stream (``prepare``). A run allocates,
     synchronises and loads nothing, so it can be captured into a graph; replays use the lengths and page tables that are
     then on the device, up to the planned bound. A plan runs on the device of its tensors, whatever context is current.
-    It is thread-safe.
+    It is thread-safe. ``runtime`` is the one that it was planned with, ``driver`` launches the kernels.
     """
 
     def __init__(
@@ -62,27 +91,17 @@ class OperatorPlan:
         self.launches = tuple(launches)
         regions = [launch.regions for launch in self.launches]
         self.regions = regions[0] if len(regions) == 1 else tuple(dict.fromkeys(sum(regions, ())))
-        self._runtime = runtime
+        self.runtime, self.driver = runtime, runtime.driver
         self.device = tensors[operator.tensors[0].name].device
         self.of_torch = of_torch
         self.fast_paths: FastPaths = {}
         self._prepared: dict[int, PreparedLaunches] = {}
         self._regions_at = RegionPlaces(self.regions)
-        self._pool = WorkspacePool(runtime.driver, self.device, self.workspace_bytes)
+        self._pool = WorkspacePool(self.driver, self.device, self.workspace_bytes)
 
     def __repr__(self) -> str:
         kernels = ", ".join(launch.selection.kernel.name for launch in self.launches)
         return f"{type(self).__name__}({kernels}; workspace of {self.workspace_bytes} bytes)"
-
-    @property
-    def runtime(self) -> PlanRuntime:
-        """The runtime that it was planned with."""
-        return self._runtime
-
-    @property
-    def driver(self) -> Driver:
-        """The driver that launches the kernels."""
-        return self._runtime.driver
 
     @property
     def bounds(self) -> tuple[int, int]:
@@ -118,7 +137,7 @@ class OperatorPlan:
         """Fetch, load and gate the kernels now, so that the first run does not."""
         context = self.driver.context_on(self.device)
         for launch in self.launches:
-            self._runtime.load(launch.selection.kernel, context)
+            self.runtime.load(launch.selection.kernel, context)
 
     def prepare(self, stream: Stream | None = None, *, graphs: int = 0) -> Workspace:
         """Return the plan's workspace on ``stream``; it is allocated and cleared on first use, and the plan keeps it.
@@ -154,15 +173,12 @@ class OperatorPlan:
         Raises:
             UsageError: as ``addresses``.
         """
-        addresses: dict[str, int] = {}
-        for arg, planned in zip(self.operator.tensors, self.specs, strict=True):
-            if arg.name in tensors or planned is None:
-                view = arg.read(tensors.get(arg.name), self.options)
-                views = CallTensors((arg,), (view,))
-                views.check_planned((planned,))
-                views.check_addresses()
-                addresses[arg.name] = view.pointer if view else 0
-        return addresses
+        planned = zip(self.operator.tensors, self.specs, strict=True)
+        some = [(arg, spec) for arg, spec in planned if spec is None or arg.name in tensors]
+        views = self.operator.read(tensors, self.options, [arg for arg, _ in some])
+        views.check_planned([spec for _, spec in some])
+        views.check_addresses()
+        return {arg.name: address for (arg, _), address in zip(some, views.addresses, strict=True)}
 
     def new_workspace(self, stream: int) -> Workspace:
         """A workspace of its caller's for ``stream``, cleared."""
@@ -226,7 +242,7 @@ class OperatorPlan:
             numbers=self.operator.numbers,
             context=context,
             device=self.device,
-            memory=self._runtime.memory,
+            memory=self.runtime.memory,
             bounds=self.bounds,
             scratch=Scratch(
                 held=self._pool.held if workspace is None else None,
@@ -286,7 +302,7 @@ class OperatorPlan:
     def stream_of(self, stream: Stream | None) -> int:
         """The handle of a stream as callers give it; None: for a plan of torch tensors torch's current one, else 0."""
         if stream is None:
-            return self._runtime.memory.current_stream(self.device) if self.of_torch else 0
+            return self.runtime.memory.current_stream(self.device) if self.of_torch else 0
         return stream_handle(stream)
 
     def check(self, workspace: AnyWorkspace, stream: Stream | None = None) -> None:
@@ -316,7 +332,7 @@ class OperatorPlan:
         prepared = self._prepared.get(context)
         if prepared is not None:
             return prepared
-        runtime = self._runtime
+        runtime = self.runtime
         device = self.driver.context_device(context)
         if device != self.device:
             raise UsageError(

@@ -7,9 +7,8 @@ from typing import Any
 
 from ..errors import UsageError
 from ..tensor import TensorView
-from .checks import check_shape, listed
+from .checks import check_shape, flat_scalar, listed
 from .operator import CallTensors, TensorArg
-from .scales import flat_scalar
 
 LAYOUTS = ("NHD", "HND")
 E4M3 = "float8_e4m3fn"

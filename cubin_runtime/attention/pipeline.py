@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import UsageError
 from ..launch.driver import DeviceFacts
 from ..launch.regions import workspace_size
-from ..launch.semaphore_workspace import AnyWorkspace, SemaphoreWorkspace, check_workspace
 from ..launch.streams import stream_handle
+from ..launch.workspace import AnyWorkspace, SemaphoreWorkspace, check_workspace
 from ..tensor import is_torch, view_of
 from ..values import dataclass
 from .backends import check_device_facts, resolve_backend
-from .checks import check_options
 from .described_tensors import describe_tensors
 from .fast_path.notes import Launched, note_launch, note_unrepeatable
 from .memory import TensorMemory
 from .operator import CallTensors, Operator, OutputForm
-from .process import runtime_of
-from .runtime import PlanRuntime, Runtime
+from .runtime import PlanCache, PlanRuntime, Runtime, runtime_of
 from .step_plan import StepPlan
 from .torch_ops import RUNTIME_SCRATCH, TORCH_SCRATCH, TorchOp, torch_bytes
 
@@ -38,15 +37,24 @@ _NOT_IN_AN_OP = {"workspace": TORCH_SCRATCH, "stream": None, "runtime": None}
 class CallFamily:
     """The calls like one that has ``tensors``, as ``fast_path.notes.Family``.
 
-    ``form`` is what else tells plans apart. ``plan`` gives the plan of tensors with a bound on the query tokens of a
-    request, which is ``max_q_len`` in this call; None: it has none.
+    ``plans`` keeps theirs: the runtime may keep a family, which therefore knows the runtime's parts alone. ``form`` is
+    what else tells plans apart, ``kept_bound`` the bound on lengths up to which calls share a plan.
     """
 
+    plan_class: type[StepPlan]
+    operator: Operator
     runtime: PlanRuntime
+    plans: PlanCache
     tensors: CallTensors
+    options: Any
     form: tuple[object, ...]
-    plan: Callable[[CallTensors, int | None], StepPlan]
-    max_q_len: int | None = None
+    of_torch: bool
+    kept_bound: int
+
+    @property
+    def max_q_len(self) -> int | None:
+        """The bound on the query tokens of a request in this call; None: it has none."""
+        return getattr(self.options, _Q_LEN_BOUND, None)
 
     @property
     def key(self) -> Hashable:
@@ -59,12 +67,23 @@ class CallFamily:
     @property
     def sizes(self) -> Mapping[str, int]:
         """As ``Family``."""
-        sized = self.tensors.sized
-        return sized if self.max_q_len is None else {**sized, _Q_LEN_BOUND: self.max_q_len}
+        sized, bound = self.tensors.sized, self.max_q_len
+        return sized if bound is None else {**sized, _Q_LEN_BOUND: bound}
 
     def plan_of(self, sizes: Mapping[str, int]) -> StepPlan:
-        """As ``Family``; it is made, with all checks, unless the runtime has it."""
+        """As ``Family``."""
         return self.plan(self.tensors.resized(sizes), sizes.get(_Q_LEN_BOUND))
+
+    def plan(self, tensors: CallTensors, max_q_len: int | None) -> StepPlan:
+        """The plan of a call of the family; it is made, with all checks, unless the runtime has it."""
+        plan: StepPlan = self.plans.get((self.form, max_q_len, tensors.specs), partial(self._new, tensors, max_q_len))
+        return plan
+
+    def _new(self, tensors: CallTensors, max_q_len: int | None) -> StepPlan:
+        call = self.operator.call(tensors, self.options)
+        if tensors is not self.tensors:
+            call = self.operator.call(tensors, self.operator.resized_options(call, max_q_len))
+        return _plan(self.plan_class, self.operator, self.runtime, call, None, self.of_torch, self.kept_bound)
 
     def launch(
         self,
@@ -90,12 +109,12 @@ def plan_call(
 ) -> PlanT:
     """The plan for a call's ``tensors`` by name, scales among them, and its other ``options``."""
     rt, facts, arguments = runtime_of(runtime), check_device_facts(device_facts), dict(tensors)
-    named, of_torch = _checked(operator, options), is_torch(arguments[operator.tensors[0].name])
+    named, of_torch = operator.checked(options), is_torch(arguments[operator.tensors[0].name])
     if facts is not None:
         describe_tensors(arguments)
-    scales = operator.with_defaults(operator.split_scales(arguments), arguments)
-    options = operator.options(**scales, **named)
-    call = operator.call(operator.read(arguments, options), options)
+    scales = operator.split_scales(arguments)
+    views = operator.read(arguments, options)
+    call = operator.call(views, operator.options(**operator.with_defaults(scales, views), **named))
     return _plan(plan_class, operator, rt.for_plans, call, facts, of_torch)
 
 
@@ -114,8 +133,7 @@ def run_call(
     The plan comes from the runtime's cache or is made now.
     """
     rt, arguments = runtime_of(runtime), dict(tensors)
-    named = _checked(operator, options)
-    scales = operator.with_defaults(operator.split_scales(arguments), arguments)
+    named, scales = operator.checked(options), operator.split_scales(arguments)
     if operator.output is not None and arguments["out"] is None:
         arguments["out"] = _new_output(operator.output(arguments), rt.memory)
     name = operator.tensors[0].name
@@ -125,15 +143,17 @@ def run_call(
     if workspace is not None and workspace is not TORCH_SCRATCH:
         check_workspace(workspace)
     operator.with_bounds(named, arguments, rt, handle)
-    options = operator.options(**scales, **named)
+    views = operator.read(arguments, options)
+    numbers = operator.with_defaults(scales, views)
     shortest, kept = operator.shared_bounds(named.get(_BOUND))
     fixed = [value for option, value in named.items() if option not in _SIZES]
-    form = (operator.name, kept, *fixed, *[number is None for number in scales.values()])
-    family = _family(plan_class, operator, rt, operator.read(arguments, options), options, form, is_torch(first), kept)
-    plan = family.plan(family.tensors, family.max_q_len)
-    family.tensors.check_addresses()
-    numbers = operator.launch_numbers(plan.options, scales, named.get(_BOUND))
-    launched = family.launch(plan, family.tensors.addresses, numbers, workspace, first, handle)
+    form = (operator.name, kept, *fixed, *[number is None for number in numbers.values()])
+    options, of_torch = operator.options(**numbers, **named), is_torch(first)
+    family = CallFamily(plan_class, operator, rt.for_plans, rt.plans, views, options, form, of_torch, kept)
+    plan = family.plan(views, family.max_q_len)
+    views.check_addresses()
+    of_launch = operator.launch_numbers(plan.options, numbers, named.get(_BOUND))
+    launched = family.launch(plan, views.addresses, of_launch, workspace, first, handle)
     note_launch(launched._replace(bounds=(shortest, launched.bounds[1]), family=family))
     return arguments.get("out")
 
@@ -160,39 +180,6 @@ def torch_op(operator: Operator) -> TorchOp:
 def _op_kind(annotation: str) -> str:
     required = annotation.removesuffix(" | None")
     return _OP_KINDS[required] + ("" if required == annotation else "?")
-
-
-def _family(
-    plan_class: type[StepPlan],
-    operator: Operator,
-    runtime: Runtime,
-    tensors: CallTensors,
-    options: Any,
-    form: tuple[object, ...],
-    of_torch: bool,
-    kept_bound: int,
-) -> CallFamily:
-    """The calls that differ from one in sizes alone, whose plans are from the cache or made now."""
-    plans, plan_runtime = runtime.plans, runtime.for_plans  # the runtime may keep the function below
-
-    def plan(of: CallTensors, max_q_len: int | None) -> StepPlan:
-        def planned() -> StepPlan:
-            call = operator.call(of, options)
-            if of is not tensors:
-                call = operator.call(of, operator.resized_options(call, max_q_len))
-            return _plan(plan_class, operator, plan_runtime, call, None, of_torch, kept_bound)
-
-        cached: StepPlan = plans.get((form, max_q_len, of.specs), planned)
-        return cached
-
-    return CallFamily(plan_runtime, tensors, form, plan, getattr(options, _Q_LEN_BOUND, None))
-
-
-def _checked(operator: Operator, options: Any) -> dict[str, Any]:
-    """The options that are no scales by name; raises ``UsageError`` for one of another kind."""
-    named = {name: getattr(options, name) for name in operator.option_kinds}
-    check_options(operator.checks, named)
-    return named
 
 
 def _plan(

@@ -1,10 +1,11 @@
-"""The runtime object: artifacts, driver and loaded modules of one process, made once and passed to operators."""
+"""The runtime object: artifacts, driver, loaded modules and plans of one process, made once and passed to operators."""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Hashable, Iterable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import field
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,6 @@ from ..launch.tensormap import TensorMapCache
 from ..values import HashedOnce, dataclass
 from .fast_path.notes import FastPaths
 from .memory import TensorMemory
-from .plan_cache import PlanCache
 from .torch_memory import TorchMemory
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 TRTLLM_RELEASE = "trtllm-gen-0.6.13"
 NATIVE_RELEASE = f"hopper-{_version.KERNELS_VERSION}"
+SMALLEST_BOUND = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,10 +155,7 @@ class PlanRuntime:
     def load(self, kernel: NativeKernel, context: int, stream: int = 0) -> LoadedKernel:
         """A native kernel, loaded into ``context`` and gated; errors as ``ModuleCache.kernel``."""
         self.check_process()
-        request = self.request(kernel, context)
-        return self.modules.kernel(
-            request.context, request.sha256, request.symbol, request.read, request.needs, stream=stream
-        )
+        return self.modules.kernel(self.request(kernel, context), stream=stream)
 
     def load_trtllm_gen(
         self, meta: KernelMeta, context: int, stream: int = 0, *, nonportable_cluster: bool = False
@@ -171,9 +169,7 @@ class PlanRuntime:
         """
         self.check_process()
         request = self.trtllm_gen_request(meta, context, nonportable_cluster=nonportable_cluster)
-        return self.modules.kernel(
-            request.context, request.sha256, request.symbol, request.read, request.needs, stream=stream
-        )
+        return self.modules.kernel(request, stream=stream)
 
     def trtllm_gen_request(self, meta: KernelMeta, context: int, *, nonportable_cluster: bool = False) -> KernelRequest:
         """Return the kernel that ``load_trtllm_gen`` loads, as a value for ``ModuleCache.preload``."""
@@ -229,6 +225,32 @@ class PlanRuntime:
             read=lambda: self.library.load(file.path, fetch=self.may_fetch).data,
             needs=needs,
         )
+
+
+class PlanCache:
+    """Plans by key, least recently used out first; safe between threads."""
+
+    def __init__(self, entries: int = 256) -> None:
+        self._limit = entries
+        self._lock = threading.RLock()
+        self._plans: OrderedDict[Hashable, Any] = OrderedDict()
+        self.hits = self.misses = 0
+
+    def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """The plan for ``key``, made on first use; a failure to make it is not kept."""
+        with self._lock:
+            plan = self._plans.get(key)
+            if plan is not None:
+                self._plans.move_to_end(key)
+                self.hits += 1
+                return plan
+        plan = make()
+        with self._lock:
+            plan = self._plans.setdefault(key, plan)
+            self.misses += 1
+            while len(self._plans) > self._limit:
+                self._plans.popitem(last=False)
+        return plan
 
 
 class Runtime(PlanRuntime):
@@ -297,3 +319,60 @@ class Runtime(PlanRuntime):
             failed_loads=counts.failures,
             driver_seconds=None if profiler is None else profiler.seconds,
         )
+
+
+class _Default:
+    """Holds it, once it is made or set."""
+
+    runtime: Runtime | None = None
+
+
+default = _Default()
+_lock = threading.RLock()
+
+
+def default_runtime() -> Runtime:
+    """Return the process's default runtime, which is made from the environment on first use.
+
+    Raises:
+        UsageError: the runtime was made before this process was forked.
+    """
+    with _lock:
+        runtime = default.runtime = default.runtime or Runtime()
+    runtime.check_process()
+    return runtime
+
+
+def runtime_of(runtime: Any) -> Runtime:
+    """The runtime that a call names; None: the process's default one.
+
+    Raises:
+        UsageError: it is no runtime; or as ``default_runtime``.
+    """
+    if runtime is None:
+        return default_runtime()
+    if not isinstance(runtime, Runtime):
+        raise UsageError(f"got {type(runtime).__name__}, expected a Runtime", argument="runtime")
+    return runtime
+
+
+def set_default_runtime(runtime: Runtime) -> None:
+    """Set the process's default runtime, before its first use.
+
+    Raises:
+        UsageError: the default runtime is already in use, or ``runtime`` is no runtime.
+    """
+    runtime_of(runtime)
+    with _lock:
+        if default.runtime is not None:
+            raise UsageError("the default Runtime is in use already: set it before the first operator runs")
+        default.runtime = runtime
+
+
+def shared_bounds(length: int, smallest: int = SMALLEST_BOUND) -> tuple[int, int]:
+    """The least and the largest bound on lengths that share a plan with ``length``; the largest is a power of two.
+
+    Lengths grow step by step, so that one plan serves many steps.
+    """
+    largest = max(smallest, 1 << (length - 1).bit_length())
+    return 0 if largest == smallest else largest // 2 + 1, largest

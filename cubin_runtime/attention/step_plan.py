@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 from ..errors import UsageError, WorkspaceError
-from ..launch.buffers import EagerClaim
-from ..launch.semaphore_workspace import AnyWorkspace, check_workspace
-from ..launch.workspace import Workspace
+from ..launch.workspace import AnyWorkspace, EagerClaim, Workspace, check_workspace
 from .fast_path.guards import KnownForms, guarded
 from .fast_path.notes import note_launch
 from .fast_path.operator_function import suspendable
@@ -85,37 +83,26 @@ class StepPlan(OperatorPlan):
             UsageError: a name is not one of ``run``'s, or a value not what was planned.
             WorkspaceError, DeviceError: as ``run``.
         """
-        return bind_step(self, arguments, workspace, stream, graphs)
-
-
-def bind_step(
-    plan: StepPlan,
-    arguments: dict[str, Any],
-    workspace: AnyWorkspace | None,
-    stream: Stream | None,
-    graphs: int,
-) -> BoundStep:
-    """``plan.bind``; the dict is this function's own."""
-    arguments = renamed_options("bind", plan.operator.former, arguments)
-    names = [arg.name for arg in plan.operator.tensors]
-    parameters = dict.fromkeys((*names, *plan.operator.number_arguments))
-    for name in arguments:
-        if name not in parameters:
-            raise UsageError(f"expected one of {', '.join(parameters)}", argument=name)
-    scales = {name: arguments.get(name) for name in plan.operator.number_arguments}
-    numbers = plan.numbers_of(scales)  # which leaves the scales that are tensors
-    tensors = {name: scales.get(name, value) for name, value in arguments.items() if name in names}
-    addresses = plan.addresses_of(tensors)
-    handle = plan.stream_of(stream)
-    if workspace is None:
-        workspace = plan.new_workspace(handle)
-    check_workspace(workspace)
-    if graphs:
-        if not isinstance(workspace, Workspace):
-            raise WorkspaceError(f"graphs={graphs}: a SemaphoreWorkspace has no memory to reserve, expected 0")
-        workspace.reserve(graphs, handle)
-    full = _FullStep(plan, arguments, workspace, handle, (tensors, stream))
-    return BoundStep(full, addresses, numbers)
+        arguments = renamed_options("bind", self.operator.former, arguments)
+        names = [arg.name for arg in self.operator.tensors]
+        parameters = dict.fromkeys((*names, *self.operator.number_arguments))
+        for name in arguments:
+            if name not in parameters:
+                raise UsageError(f"expected one of {', '.join(parameters)}", argument=name)
+        scales = {name: arguments.get(name) for name in self.operator.number_arguments}
+        numbers = self.numbers_of(scales)  # which leaves the scales that are tensors
+        tensors = {name: scales.get(name, value) for name, value in arguments.items() if name in names}
+        addresses = self.addresses_of(tensors)
+        handle = self.stream_of(stream)
+        if workspace is None:
+            workspace = self.new_workspace(handle)
+        check_workspace(workspace)
+        if graphs:
+            if not isinstance(workspace, Workspace):
+                raise WorkspaceError(f"graphs={graphs}: a SemaphoreWorkspace has no memory to reserve, expected 0")
+            workspace.reserve(graphs, handle)
+        full = _FullStep(self, arguments, workspace, handle, (tensors, stream))
+        return BoundStep(full, addresses, numbers)
 
 
 class _FullStep:

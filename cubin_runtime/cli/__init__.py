@@ -21,21 +21,21 @@ from .help_page import Verb
 
 __all__ = ["app", "main"]
 
-VERB_FAMILIES = (
-    "fetch",
-    "verify",
-    "pin",
-    "inspect",
-    "listing",
-    "diff",
-    "explain",
-    "replay",
-    "export",
-    "gc",
-    "sign",
-    "doctor",
-    "json_schema",
-)
+VERBS = {  # file -> the functions of its verbs
+    "fetch": ("fetch", "where"),
+    "verify": ("verify",),
+    "pin": ("pin", "unpin"),
+    "inspect": ("inspect",),
+    "listing": ("list_",),
+    "diff": ("diff",),
+    "explain": ("explain",),
+    "replay": ("replay",),
+    "export": ("export", "mirror", "flashinfer_env"),
+    "gc": ("gc", "usage"),
+    "sign": ("keygen", "sign"),
+    "doctor": ("doctor",),
+    "json_schema": ("schema",),
+}
 _WRITE_FAILED = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
@@ -75,10 +75,10 @@ def _root(
     _start_log()
 
 
-for _family in VERB_FAMILIES:
-    import_module(f"{__name__}.{_family}").register(app)
-for _command in app.registered_commands:
-    _command.cls = Verb
+for _file, _functions in VERBS.items():
+    for _function in _functions:
+        _name = _function.strip("_").replace("_", "-")
+        app.command(_name, cls=Verb)(getattr(import_module(f"{__name__}.{_file}"), _function))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

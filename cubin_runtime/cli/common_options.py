@@ -7,7 +7,7 @@ from contextlib import suppress
 from contextvars import ContextVar
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -32,6 +32,11 @@ class Color(str, Enum):
     NEVER = "never"
 
 
+def option(flag: str, text: str, metavar: str | None = None, **more: Any) -> Any:
+    """An option whose help states no default."""
+    return typer.Option(flag, help=text, metavar=metavar, show_default=False, **more)
+
+
 Verbose = Annotated[
     int,
     typer.Option(
@@ -46,51 +51,20 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only results a
 ColorOption = Annotated[Color, typer.Option("--color", help="Colour the text; auto: on a terminal without NO_COLOR.")]
 Timeout = Annotated[
     float | None,
-    typer.Option(
-        "--timeout",
-        metavar="SECONDS",
-        help="Seconds that a server may be silent; default 30 (CUBIN_RUNTIME_TIMEOUT).",
-        show_default=False,
-    ),
+    option("--timeout", "Seconds that a server may be silent; default 30 (CUBIN_RUNTIME_TIMEOUT).", "SECONDS"),
 ]
 Retries = Annotated[
-    int | None,
-    typer.Option(
-        "--retries",
-        metavar="N",
-        help="Retries after a transient failure; default 3 (CUBIN_RUNTIME_RETRIES).",
-        show_default=False,
-    ),
+    int | None, option("--retries", "Retries after a transient failure; default 3 (CUBIN_RUNTIME_RETRIES).", "N")
 ]
-Proxy = Annotated[
-    str | None, typer.Option("--proxy", metavar="URL", help="URL of a proxy (CUBIN_RUNTIME_PROXY).", show_default=False)
-]
+Proxy = Annotated[str | None, option("--proxy", "URL of a proxy (CUBIN_RUNTIME_PROXY).", "URL")]
 CaBundle = Annotated[
-    Path | None,
-    typer.Option(
-        "--ca-bundle",
-        metavar="FILE",
-        help="File of certificates to trust (CUBIN_RUNTIME_CA_BUNDLE).",
-        show_default=False,
-    ),
+    Path | None, option("--ca-bundle", "File of certificates to trust (CUBIN_RUNTIME_CA_BUNDLE).", "FILE")
 ]
 ClientCert = Annotated[
-    Path | None,
-    typer.Option(
-        "--client-cert",
-        metavar="FILE",
-        help="PEM file of a certificate and its key (CUBIN_RUNTIME_CLIENT_CERT).",
-        show_default=False,
-    ),
+    Path | None, option("--client-cert", "PEM file of a certificate and its key (CUBIN_RUNTIME_CLIENT_CERT).", "FILE")
 ]
 TokenFiles = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--token-file",
-        metavar="HOST=FILE",
-        help="Bearer token of a host, in a file (CUBIN_RUNTIME_TOKENS).",
-        show_default=False,
-    ),
+    list[str] | None, option("--token-file", "Bearer token of a host, in a file (CUBIN_RUNTIME_TOKENS).", "HOST=FILE")
 ]
 
 

@@ -13,11 +13,6 @@ if TYPE_CHECKING:
     from ..artifacts.releases.comparison import Change
 
 
-def register(app: typer.Typer) -> None:
-    """Add the verb to the application."""
-    app.command("diff")(diff)
-
-
 def diff(
     old: Annotated[str, typer.Argument(metavar="OLD", help="A pinned release.", autocompletion=completion.targets)],
     new: Annotated[str, typer.Argument(metavar="NEW", help="Another one.", autocompletion=completion.targets)],

@@ -24,11 +24,6 @@ if TYPE_CHECKING:
     from ..errors import CubinRuntimeError
 
 
-def register(app: typer.Typer) -> None:
-    """Add the verb to the application."""
-    app.command("doctor")(doctor)
-
-
 def doctor(
     check: Annotated[
         bool,
@@ -36,11 +31,10 @@ def doctor(
     ] = False,
     require: Annotated[
         list[str] | None,
-        typer.Option(
+        options.option(
             "--require",
-            metavar="TASK",
-            help=f"Fail unless this works: {', '.join(TASKS)}, fetch:RELEASE; implies --check.",
-            show_default=False,
+            f"Fail unless this works: {', '.join(TASKS)}, fetch:RELEASE; implies --check.",
+            "TASK",
             autocompletion=completion.tasks,
         ),
     ] = None,

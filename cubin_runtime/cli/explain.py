@@ -88,11 +88,6 @@ SIZES = (
 )
 
 
-def register(app: typer.Typer) -> None:
-    """Add the verb to the application."""
-    app.command("explain")(explain)
-
-
 def _takes_sizes(function: Callable[..., None]) -> Callable[..., None]:
     """The function with an option for each of ``SIZES``, ahead of trtllm-gen's own; it reads them from its context."""
     signature = inspect.signature(function, eval_str=True)

@@ -13,7 +13,6 @@ import typer
 from ..config import local_path
 from ..errors import UsageError
 from . import options, output
-from .targets import Targets
 
 if TYPE_CHECKING:
     from ..artifacts.library import Library
@@ -27,15 +26,8 @@ class Layout(str, Enum):
     FLASHINFER = "flashinfer"
 
 
-def register(app: typer.Typer) -> None:
-    """Add the verbs to the application."""
-    app.command("export")(export)
-    app.command("mirror")(mirror)
-    app.command("flashinfer-env")(flashinfer_env)
-
-
 def export(
-    targets: Targets,
+    targets: options.Targets,
     out: Annotated[
         Path, typer.Option("--out", metavar="PLACE", help="The .zip to write; of --layout flashinfer, the folder.")
     ],
@@ -89,7 +81,7 @@ def export(
 
 
 def mirror(
-    targets: Targets,
+    targets: options.Targets,
     out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="The folder that a web server will serve.")],
     sm: options.SmOption = None,
     family: options.FamilyOption = None,

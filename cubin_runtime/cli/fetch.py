@@ -10,7 +10,6 @@ from ..errors import CubinRuntimeError, MissingError, SourceError, StoreError
 from . import completion, options, output
 from .fetch_bar import fetch_bar
 from .output import size as _size
-from .targets import Targets
 
 if TYPE_CHECKING:
     from ..artifacts.library import FetchReport, Library
@@ -18,14 +17,8 @@ if TYPE_CHECKING:
     from ..artifacts.tables.kernel_filter import KernelFilter
 
 
-def register(app: typer.Typer) -> None:
-    """Add the verbs to the application."""
-    app.command("fetch")(fetch)
-    app.command("where")(where)
-
-
 def fetch(
-    targets: Targets,
+    targets: options.Targets,
     sm: options.SmOption = None,
     family: options.FamilyOption = None,
     dtype: options.DtypeOption = None,

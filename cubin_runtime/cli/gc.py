@@ -16,12 +16,6 @@ if TYPE_CHECKING:
 Reports = tuple["CollectReport | None", "LeftoverReport | None", "UnreferencedReport | None"]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the verbs to the application."""
-    app.command("gc")(gc)
-    app.command("usage")(usage)
-
-
 def gc(
     releases: Annotated[
         list[str] | None,

@@ -23,11 +23,6 @@ MAX_FILE_BYTES = 256 << 20
 _SUFFIX = ".cubin"
 
 
-def register(app: typer.Typer) -> None:
-    """Add the verb to the application."""
-    app.command("inspect")(inspect)
-
-
 def inspect(
     target: Annotated[
         str,

@@ -20,11 +20,6 @@ ANY: Schema = {"type": "object"}
 SIZES: Schema = {"type": "array", "items": COUNT}
 
 
-def register(app: typer.Typer) -> None:
-    """Add the verb to the application."""
-    app.command("schema")(schema)
-
-
 def verbs(incomplete: str) -> list[str]:
     """The verbs that have a schema, for completion."""
     return [verb for verb in PAYLOADS if verb.startswith(incomplete)]

@@ -16,11 +16,6 @@ if TYPE_CHECKING:
     from ..artifacts.releases.catalog import Entry
 
 
-def register(app: typer.Typer) -> None:
-    """Add the verb to the application."""
-    app.command("list")(list_)
-
-
 def list_(
     name: Annotated[
         str | None,

@@ -14,7 +14,7 @@ import typer
 from ..config import Config, local_path
 from ..process_memory import give_back_large_blocks
 from . import completion
-from .common_options import GIVEN
+from .common_options import GIVEN, option
 
 
 class Cpu(str, Enum):
@@ -24,68 +24,46 @@ class Cpu(str, Enum):
     AARCH64 = "aarch64"
 
 
-StoreOption = Annotated[
-    Path | None, typer.Option("--store", metavar="DIR", help="Store to use (CUBIN_RUNTIME_CACHE).", show_default=False)
-]
-SourceOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--source",
-        metavar="PLACE",
-        help="URL, directory, .zip, .whl or 'package'; repeat in order (CUBIN_RUNTIME_SOURCES).",
-        show_default=False,
+Targets = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="PIN-or-PATH", help="Pinned releases, folders in them, or files.", autocompletion=completion.targets
     ),
 ]
-PinsOption = Annotated[
-    list[Path] | None,
-    typer.Option("--pins", metavar="FILE", help="A file of further pins (CUBIN_RUNTIME_PINS).", show_default=False),
+StoreOption = Annotated[Path | None, option("--store", "Store to use (CUBIN_RUNTIME_CACHE).", "DIR")]
+SourceOption = Annotated[
+    list[str] | None,
+    option("--source", "URL, directory, .zip, .whl or 'package'; repeat in order (CUBIN_RUNTIME_SOURCES).", "PLACE"),
 ]
+PinsOption = Annotated[list[Path] | None, option("--pins", "A file of further pins (CUBIN_RUNTIME_PINS).", "FILE")]
 OfflineOption = Annotated[bool, typer.Option("--offline", help="Never use the network (CUBIN_RUNTIME_OFFLINE=1).")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 SmOption = Annotated[
-    str | None,
-    typer.Option(
-        "--sm",
-        metavar="SM",
-        help="Only kernels for this SM, for example 100.",
-        show_default=False,
-        autocompletion=completion.sms,
-    ),
+    str | None, option("--sm", "Only kernels for this SM, for example 100.", "SM", autocompletion=completion.sms)
 ]
 FamilyOption = Annotated[
     list[str] | None,
-    typer.Option(
+    option(
         "--family",
-        metavar="NAME",
-        help="Only this family (native, fmha, ...) or use (decode, prefill).",
-        show_default=False,
+        "Only this family (native, fmha, ...) or use (decode, prefill).",
+        "NAME",
         autocompletion=completion.families,
     ),
 ]
 DtypeOption = Annotated[
     list[str] | None,
-    typer.Option(
+    option(
         "--dtype",
-        metavar="TYPE",
-        help="Only kernels with this Q, K, V or output type, or for any type.",
-        show_default=False,
+        "Only kernels with this Q, K, V or output type, or for any type.",
+        "TYPE",
         autocompletion=completion.dtypes,
     ),
 ]
 HeadDimOption = Annotated[
-    list[int] | None,
-    typer.Option(
-        "--head-dim", metavar="N", help="Only kernels with this head dimension, or for any.", show_default=False
-    ),
+    list[int] | None, option("--head-dim", "Only kernels with this head dimension, or for any.", "N")
 ]
-MatchOption = Annotated[
-    list[str] | None,
-    typer.Option("--match", metavar="GLOB", help="Only files or symbols that match this glob.", show_default=False),
-]
-CpuOption = Annotated[
-    Cpu | None,
-    typer.Option("--cpu", help="In a group of releases, only those for this CPU or for any CPU.", show_default=False),
-]
+MatchOption = Annotated[list[str] | None, option("--match", "Only files or symbols that match this glob.", "GLOB")]
+CpuOption = Annotated[Cpu | None, option("--cpu", "In a group of releases, only those for this CPU or for any CPU.")]
 
 
 def make_config(

@@ -18,38 +18,22 @@ if TYPE_CHECKING:
     from ..config import Config
 
 
-def register(app: typer.Typer) -> None:
-    """Add the verbs to the application."""
-    app.command("pin")(pin)
-    app.command("unpin")(unpin)
-
-
 def pin(
     path: Annotated[
         str | None, typer.Argument(metavar="PATH", help="The release's folder, as artifact path.", show_default=False)
     ] = None,
     from_flashinfer: Annotated[
         str | None,
-        typer.Option(
+        options.option(
             "--from-flashinfer",
-            metavar="WHEEL",
-            help="Pin all releases that a wheel of flashinfer-python names; 'installed' takes the installed package.",
-            show_default=False,
+            "Pin all releases that a wheel of flashinfer-python names; 'installed' takes the installed package.",
+            "WHEEL",
         ),
     ] = None,
     sha256: Annotated[
-        str | None,
-        typer.Option(
-            "--sha256",
-            metavar="HEX",
-            help="SHA-256 of its checksums.txt, from a publisher that you trust.",
-            show_default=False,
-        ),
+        str | None, options.option("--sha256", "SHA-256 of its checksums.txt, from a publisher that you trust.", "HEX")
     ] = None,
-    name: Annotated[
-        str | None,
-        typer.Option("--name", metavar="NAME", help="Name of the pin (default: from the path).", show_default=False),
-    ] = None,
+    name: Annotated[str | None, options.option("--name", "Name of the pin (default: from the path).", "NAME")] = None,
     abi: Annotated[
         str | None,
         typer.Option(
@@ -57,14 +41,10 @@ def pin(
         ),
     ] = None,
     licence: Annotated[
-        str | None,
-        typer.Option("--licence", metavar="NAME", help="Licence of its files (default: unknown).", show_default=False),
+        str | None, options.option("--licence", "Licence of its files (default: unknown).", "NAME")
     ] = None,
     max_file_bytes: Annotated[
-        int | None,
-        typer.Option(
-            "--max-file-bytes", metavar="BYTES", min=1, help="Upper bound on the size of one file.", show_default=False
-        ),
+        int | None, options.option("--max-file-bytes", "Upper bound on the size of one file.", "BYTES", min=1)
     ] = None,
     store: options.StoreOption = None,
     source: options.SourceOption = None,

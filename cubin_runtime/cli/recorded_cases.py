@@ -41,9 +41,9 @@ def read_lines(path: Path) -> Iterator[bytes]:
         MissingError: the file cannot be read.
         UsageError: a line is over 1 MiB, or a packed file is damaged or cut short.
     """
-    opener: Callable[[Path], IO[bytes]] = _OPENERS.get(path.suffix, _open_plain)
+    opener: Callable[..., IO[bytes]] = _OPENERS.get(path.suffix, open)
     try:
-        with opener(path) as opened:
+        with opener(path, "rb") as opened:
             while line := opened.readline(MAX_LINE_BYTES + 1):
                 if len(line) > MAX_LINE_BYTES:
                     raise UsageError(f"{path}: a line of more than {MAX_LINE_BYTES} bytes")
@@ -285,8 +285,4 @@ _APIS: Mapping[str, Callable[[Stated, Stated, _Tensors], Call]] = {
 }
 
 
-def _open_plain(path: Path) -> IO[bytes]:
-    return path.open("rb")
-
-
-_OPENERS: Mapping[str, Callable[[Path], Any]] = {".gz": gzip.open, ".xz": lzma.open}
+_OPENERS: Mapping[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}

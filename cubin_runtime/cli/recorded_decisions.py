@@ -20,7 +20,7 @@ from ..kernels.trtllm_gen.kernel_finder import KernelFinder
 from ..kernels.trtllm_gen.parameter_values import DESCRIPTORS
 from ..kernels.trtllm_gen.params import KERNEL_PARAMS
 from ..kernels.trtllm_gen.traits import Policy, SparseType
-from ..launch.struct_types import TENSOR_MAP_BYTES
+from ..launch.structs import TENSOR_MAP_BYTES
 from ..launch.tensormap import (
     DTYPES,
     FILLS,

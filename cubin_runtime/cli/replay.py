@@ -18,11 +18,6 @@ if TYPE_CHECKING:
 _WRONG = 9
 
 
-def register(app: typer.Typer) -> None:
-    """Add the verb to the application."""
-    app.command("replay")(replay)
-
-
 def replay(
     files: Annotated[list[Path], typer.Argument(metavar="FILE", help="Files of a CallRecorder.")],
     device: Annotated[

@@ -13,12 +13,6 @@ from ..errors import UsageError
 from . import options, output
 
 
-def register(app: typer.Typer) -> None:
-    """Add the verbs to the application."""
-    app.command("keygen")(keygen)
-    app.command("sign")(sign)
-
-
 def keygen(
     file: Annotated[
         Path, typer.Argument(metavar="FILE.key", help="The private key to write; FILE.pub is the public one.")
@@ -56,10 +50,7 @@ def sign(
         ),
     ] = None,
     expires: Annotated[
-        str | None,
-        typer.Option(
-            "--expires", metavar="TIME", help="When hosts refuse the file: 2027-01-31T00:00:00Z.", show_default=False
-        ),
+        str | None, options.option("--expires", "When hosts refuse the file: 2027-01-31T00:00:00Z.", "TIME")
     ] = None,
     json: options.JsonOption = False,
 ) -> None:

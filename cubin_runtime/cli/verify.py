@@ -8,19 +8,13 @@ import typer
 
 from ..errors import UsageError
 from . import options, output
-from .targets import Targets
 
 if TYPE_CHECKING:
     from ..artifacts.verification import VerifyReport
 
 
-def register(app: typer.Typer) -> None:
-    """Add the verb to the application."""
-    app.command("verify")(verify)
-
-
 def verify(
-    targets: Targets,
+    targets: options.Targets,
     complete: Annotated[
         bool, typer.Option("--complete", help="Treat files that were never fetched as an error.")
     ] = False,
@@ -36,11 +30,8 @@ def verify(
     store: options.StoreOption = None,
     tree: Annotated[
         list[str] | None,
-        typer.Option(
-            "--tree",
-            metavar="PLACE",
-            help="Check this published tree (directory, .zip, .whl or 'package') instead of the store.",
-            show_default=False,
+        options.option(
+            "--tree", "Check this published tree (directory, .zip, .whl or 'package') instead of the store.", "PLACE"
         ),
     ] = None,
     source: options.SourceOption = None,

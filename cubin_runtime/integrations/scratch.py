@@ -7,11 +7,9 @@ from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from ..attention.operator_plan import OperatorPlan
-from ..attention.process import default_runtime
-from ..attention.runtime import Runtime
+from ..attention.runtime import Runtime, default_runtime
 from ..launch.regions import workspace_size
-from ..launch.semaphore_workspace import SemaphoreWorkspace
-from ..launch.workspace import Workspace
+from ..launch.workspace import SemaphoreWorkspace, Workspace
 
 
 class Limits(NamedTuple):

@@ -44,16 +44,7 @@ class LaunchNeeds:
         )
 
 
-def check_launchable(
-    cubin: Cubin,
-    symbol: str,
-    layout: StructLayout,
-    recorded_fingerprint: str | None,
-    threads: int,
-    device: DeviceFacts,
-    declared: Architecture | None = None,
-    dynamic_shared_bytes: int = 0,
-) -> KernelFacts:
+def check_launchable(cubin: Cubin, symbol: str, needs: LaunchNeeds, device: DeviceFacts) -> KernelFacts:
     """Compare a launch with what the cubin states, and return the facts of the kernel.
 
     Raises:
@@ -62,15 +53,15 @@ def check_launchable(
     facts = cubin.kernels.get(symbol)
     if facts is None:
         raise AbiError(f"kernel {symbol!r}: the cubin holds {', '.join(cubin.kernels) or 'no kernel'}")
-    check_architecture(effective_architecture(cubin.architecture, declared), device)
-    if recorded_fingerprint is not None:
-        check_fingerprint(layout, layout.size, recorded_fingerprint)
-    check_parameters(symbol, layout, tuple(p.size for p in facts.parameters), "its ELF")
+    check_architecture(effective_architecture(cubin.architecture, needs.declared), device)
+    if needs.fingerprint is not None:
+        check_fingerprint(needs.layout, needs.layout.size, needs.fingerprint)
+    check_parameters(symbol, needs.layout, tuple(p.size for p in facts.parameters), "its ELF")
     if facts.max_threads is not None:
-        check_threads(symbol, threads, facts.max_threads, "its ELF")
-    if dynamic_shared_bytes > device.shared_bytes_per_block_optin:
+        check_threads(symbol, needs.threads, facts.max_threads, "its ELF")
+    if needs.dynamic_shared_bytes > device.shared_bytes_per_block_optin:
         raise AbiError(
-            f"kernel {symbol!r}: needs {dynamic_shared_bytes} bytes of dynamic shared memory per block, "
+            f"kernel {symbol!r}: needs {needs.dynamic_shared_bytes} bytes of dynamic shared memory per block, "
             f"device {device.name} gives at most {device.shared_bytes_per_block_optin}"
         )
     return facts

@@ -20,7 +20,7 @@ from .driver_errors import STICKY, DriverCallError, DriverLibraryError
 from .history import LaunchHistory, LaunchRecord
 from .profiler import Profiler
 from .streams import is_default
-from .struct_types import TENSOR_MAP_BYTES
+from .structs import TENSOR_MAP_BYTES
 
 __all__ = ["DeviceFacts", "Driver", "DriverCallError", "DriverLibraryError", "Life"]
 _LIBCUDA = "libcuda.so.1"
@@ -159,7 +159,9 @@ class Driver:
     def out_pointer(self, name: str, *arguments: Any) -> int:
         """Call a function whose first argument is where it writes a handle; return the handle."""
         slot = ctypes.c_void_p()
-        self.call(name, ctypes.addressof(slot), *arguments)
+        code = (self._functions.get(name) or self._resolve(name))(ctypes.addressof(slot), *arguments)
+        if code:
+            raise self.error(name, code)
         return slot.value or 0
 
     def out_int(self, name: str, *arguments: Any) -> int:
@@ -386,14 +388,10 @@ class Driver:
         except IndexError:
             state = _StreamState()
             at = ctypes.addressof(state)
-        code = self.function("cuStreamGetCaptureInfo")(stream, at, at + 8, None, None, None, None)
-        if code:
-            raise self.error("cuStreamGetCaptureInfo", code)
+        self.call("cuStreamGetCaptureInfo", stream, at, at + 8, None, None, None, None)
         if state.status != api.CAPTURE_NONE:
             return state.capture, 0
-        code = self.function("cuStreamGetId")(stream, at + 16)
-        if code:
-            raise self.error("cuStreamGetId", code)
+        self.call("cuStreamGetId", stream, at + 16)
         number = state.number
         self._states.append((state, at))
         return None, number

@@ -50,8 +50,8 @@ class Recorded(Protocol):
 class LaunchHistory:
     """A ring of the last launches: ``record`` appends (what, parameter bytes, stream) atomically, ``tick`` counts."""
 
-    def __init__(self, kept: int = KEPT) -> None:
-        self._ring: deque[tuple[Recorded, bytes, int]] = deque(maxlen=kept)
+    def __init__(self) -> None:
+        self._ring: deque[tuple[Recorded, bytes, int]] = deque(maxlen=KEPT)
         self.record: Callable[[tuple[Recorded, bytes, int]], None] = self._ring.append
         self._launches = count()
         self.tick: Callable[[], int] = self._launches.__next__

@@ -56,7 +56,12 @@ class LoadedKernel:
 
 @dataclass(frozen=True, slots=True)
 class KernelRequest:
-    """The arguments of ``ModuleCache.kernel``, as a value for ``preload``."""
+    """A kernel that a module cache is asked for.
+
+    ``context`` is the driver handle of the context to load into, ``sha256`` the digest of the cubin, ``symbol`` the
+    kernel's name in it. ``read`` gives the verified bytes; it is called only if the module is not loaded yet. ``needs``
+    says what will be launched, and is checked against the cubin, the device and the driver.
+    """
 
     context: int
     sha256: str
@@ -122,38 +127,21 @@ class ModuleCache:
         """Make every later load an error; loaded kernels keep working. This cannot be undone."""
         self._frozen = True
 
-    def kernel(
-        self,
-        context: int,
-        sha256: str,
-        symbol: str,
-        read: Callable[[], bytes],
-        needs: LaunchNeeds,
-        *,
-        stream: int = 0,
-    ) -> LoadedKernel:
-        """The kernel, loaded into ``context`` and gated if this is the first request for it.
-
-        Args:
-            context: driver handle of the context to load into.
-            sha256: digest of the cubin; the key, together with the context.
-            symbol: the kernel's name inside the cubin.
-            read: gives the verified bytes; called only if the module is not loaded yet.
-            needs: what will be launched; checked against the cubin, the device and the driver.
-            stream: where it will be launched; loading is refused while that stream captures.
+    def kernel(self, request: KernelRequest, *, stream: int = 0) -> LoadedKernel:
+        """The kernel, loaded and gated if this is the first request for it; refused while ``stream`` captures.
 
         Raises:
             FrozenError: a load is needed but the cache is frozen or a stream is capturing.
-            AbiError: the kernel does not fit ``needs`` or the device.
+            AbiError: the kernel does not fit what it is needed for, or the device.
             DriverError: the driver refuses.
         """
-        key = (context, sha256, symbol, needs.key())
+        key = (request.context, request.sha256, request.symbol, request.needs.key())
         loaded = self._kernels.get(key)
         if loaded is None:
-            with self._load_lock(context, sha256), self._driver.using(context):
+            with self._load_lock(request.context, request.sha256), self._driver.using(request.context):
                 loaded = self._kernels.get(key)
                 if loaded is None:
-                    loaded = self._gated(context, sha256, symbol, read, needs, stream)
+                    loaded = self._gated(request, stream)
                     self._kernels[key] = loaded
                     return loaded
         with self._lock:
@@ -167,9 +155,7 @@ class ModuleCache:
         for request in requests:
             with self._driver.using(request.context):
                 before, _ = self._driver.memory_info()
-                kernels.append(
-                    self.kernel(request.context, request.sha256, request.symbol, request.read, request.needs)
-                )
+                kernels.append(self.kernel(request))
                 used_bytes += before - self._driver.memory_info()[0]
         seconds = time.perf_counter() - started
         return PreloadReport(tuple(kernels), self.counts.loads - loads, max(0, used_bytes), seconds)
@@ -188,33 +174,17 @@ class ModuleCache:
         with self._lock:
             return self._load_locks.setdefault((context, sha256), threading.RLock())
 
-    def _gated(
-        self,
-        context: int,
-        sha256: str,
-        symbol: str,
-        read: Callable[[], bytes],
-        needs: LaunchNeeds,
-        stream: int,
-    ) -> LoadedKernel:
+    def _gated(self, request: KernelRequest, stream: int) -> LoadedKernel:
+        context, sha256, symbol, needs = request.context, request.sha256, request.symbol, request.needs
         device = self._driver.device(self._driver.context_device())
         module = self._modules.get((context, sha256))
         image = b""
         if module is None:
             self._refuse_late_load(sha256, symbol, stream)
-            image = read()
+            image = request.read()
         cubin = module.cubin if module else self._facts_of(sha256, image)
         # Before the load, so that a wrong architecture is our error and not the driver's refusal.
-        facts = check_launchable(
-            cubin,
-            symbol,
-            needs.layout,
-            needs.fingerprint,
-            needs.threads,
-            device,
-            needs.declared,
-            needs.dynamic_shared_bytes,
-        )
+        facts = check_launchable(cubin, symbol, needs, device)
         if module is None:
             module = self._load(context, sha256, symbol, image, cubin)
         function = self._driver.get_function(module.handle, symbol)

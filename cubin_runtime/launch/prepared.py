@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+import ctypes
 import struct
 import threading
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import lru_cache
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 from ..errors import AbiError, UsageError
 from . import driver_api as api
 from .driver import Driver, DriverCallError
-from .history import LaunchHistory
+from .history import LaunchHistory, LaunchRecord
 from .modules import LoadedKernel
-from .parameter_block import ParameterBlock
-from .plan import LaunchPlan
-from .prepared_launch import PreparedLaunch
-from .profiler import Profiler
-from .repeated import RepeatedLaunches
+from .plan import LaunchPlan, launch_config
 from .streams import is_default
-from .structs import StructLayout
-from .tensormap import MovedDescriptors, TensorMapCache
+from .structs import SCALARS, PlacedField, StructLayout
+from .tensormap import MovedDescriptors, TensorMapCache, TensorMapSpec
 
 # Errors of the driver if another context is current than a default stream is meant in, or none.
 _ELSEWHERE = (api.INVALID_CONTEXT, api.INVALID_HANDLE)
@@ -70,6 +69,7 @@ class PreparedLaunches:
         self._descriptors = TensorMapCache(driver) if descriptors is None else descriptors
         self.descriptor = MovedDescriptors(self._descriptors, driver, self._context)
         self.call: Any = driver.function("cuLaunchKernelEx")
+        self.history, self.profiler = driver.history(self._context), driver.profiler
         self._lock = threading.RLock()
         self.runs = 0
         self._spare: list[list[ParameterBlock]] = []
@@ -134,16 +134,6 @@ class PreparedLaunches:
         blocks = self._new_blocks(tuple(values), maps)
         return RepeatedLaunches(blocks, stream, moving, self.call, self.history, self.failed)
 
-    @property
-    def history(self) -> LaunchHistory:
-        """The last launches in the context."""
-        return self._driver.history(self._context)
-
-    @property
-    def profiler(self) -> Profiler | None:
-        """The driver's, if it has one."""
-        return self._driver.profiler
-
     def unfit(self, error: Exception, values: Sequence[Any]) -> UsageError:
         """The error for a value that does not fit its field."""
         named = ", ".join(f"{name}={value!r}" for name, value in zip(self.names, values, strict=True))
@@ -198,6 +188,242 @@ class PreparedLaunches:
         if code:
             raise self.failed(code)
         return False
+
+
+class Input(NamedTuple):
+    """A field that takes a value at each run: the index of the value, and the format character, if it is a scalar."""
+
+    field: PlacedField
+    value: int
+    code: str
+
+
+class PreparedLaunch:
+    """One launch of the plan: what is the same in all its parameter blocks."""
+
+    def __init__(self, plan: LaunchPlan, kernel: LoadedKernel, names: Sequence[str]) -> None:
+        self.plan = plan
+        self.function = kernel.function
+        self.inputs = _inputs(plan.layout, tuple(plan.inputs.items()), tuple(names))
+        descriptors = [(name, plan.values[name]) for name in plan.layout.descriptors]
+        self.specs = {name: spec for name, spec in descriptors if isinstance(spec, TensorMapSpec)}
+        for item in self.inputs:
+            if not item.code and item.field.name not in self.specs:
+                raise _unfit(plan.layout, item.field)
+
+    def config_on(self, stream: int) -> Any:
+        """A CUlaunchConfig on a stream; it keeps what it refers to alive."""
+        plan = self.plan
+        config = launch_config(plan.grid, plan.block, plan.shared_bytes, plan.attributes)
+        config.stream = stream
+        return config
+
+    def record_of(self, parameters: bytes, stream: int) -> LaunchRecord:
+        """The record of one launch for the history."""
+        plan = self.plan
+        return LaunchRecord(
+            kernel=plan.kernel,
+            symbol=plan.symbol,
+            sha256=plan.sha256,
+            grid=plan.grid,
+            block=plan.block,
+            shared_bytes=plan.shared_bytes,
+            attributes=str(plan.attributes),
+            stream=stream,
+            layout=plan.layout,
+            parameters=parameters,
+        )
+
+
+@lru_cache(maxsize=256)  # the plans of a kernel have them in common
+def _inputs(layout: StructLayout, inputs: tuple[tuple[str, str], ...], names: tuple[str, ...]) -> tuple[Input, ...]:
+    items = []
+    for name, value in inputs:
+        member = layout.field(name)
+        if member.type != "CUtensorMap" and (member.type not in SCALARS or member.type == "bool"):
+            raise _unfit(layout, member)  # a packed bool takes anything as true
+        code = "" if member.type == "CUtensorMap" else SCALARS[member.type].format[1:]
+        items.append(Input(member, names.index(value), code))
+    return tuple(items)
+
+
+def _unfit(layout: StructLayout, member: PlacedField) -> UsageError:
+    return UsageError(f"input {member.name!r} of struct {layout.name} is {member.type}: expected a number or pointer")
+
+
+class ParameterBlock:
+    """Parameters and configuration of a launch; one thread uses it at a time.
+
+    ``function`` and ``arguments`` are what the driver takes, ``view`` is the memory of the parameters.
+    """
+
+    __slots__ = (
+        "_by_reference",
+        "_config",
+        "_kept",
+        "_maps",
+        "_rows",
+        "_scalars",
+        "arguments",
+        "function",
+        "launch",
+        "view",
+    )
+
+    def __init__(
+        self,
+        launch: PreparedLaunch,
+        contents: Mapping[str, object],
+        inputs: Sequence[Input],
+        values: Sequence[Any] | None = None,
+    ) -> None:
+        """``contents`` are those of all fields, ``inputs`` the fields that ``write`` fills; ``values`` are in them."""
+        self.launch = launch
+        self.view, start, memory = filled(launch.plan.layout, contents)
+        self.function = ctypes.c_void_p(launch.function)
+        self._config = launch.config_on(0)
+        self._by_reference = ctypes.byref(self._config)
+        arguments = (ctypes.c_void_p * 1)(start)
+        self.arguments = ctypes.byref(arguments)
+        self._kept = memory, arguments
+        self._scalars = [(code, field.offset, number) for field, number, code in inputs if code]
+        self._rows = _rows(self._scalars)
+        self._maps: list[list[Any]] = [
+            [
+                field.offset,
+                field.offset + field.size,
+                number,
+                launch.specs[field.name],
+                values and values[number],
+            ]
+            for field, number, code in inputs
+            if not code
+        ]
+
+    def write(
+        self,
+        values: Sequence[Any],
+        descriptor: Callable[[TensorMapSpec, int], bytes],
+        maps: Mapping[int, bytes] | None = None,
+    ) -> None:
+        """Write the values of another run; ``descriptor`` encodes the map of a tensor that has moved.
+
+        ``maps`` are the run's own descriptors instead, by the number of their value.
+
+        Raises:
+            struct.error, TypeError, OverflowError: a value does not fit its field.
+        """
+        view = self.view
+        for put, offset, of in self._rows:
+            put(view, offset, *of(values))
+        for moving in self._maps:
+            begin, end, number, spec, address = moving
+            if maps is not None:
+                view[begin:end] = maps[number]
+                moving[4] = None
+            elif values[number] != address:
+                view[begin:end] = descriptor(spec, values[number])
+                moving[4] = values[number]
+
+    def writing(self, moving: Collection[int]) -> Callable[[Sequence[Any], Mapping[int, bytes]], None]:
+        """``write`` for the values of these numbers and the run's own descriptors, all else as it was."""
+        view = self.view
+        rows = _rows([scalar for scalar in self._scalars if scalar[2] in moving])
+        places = [(slice(begin, end), number) for begin, end, number, _, _ in self._maps]
+
+        def write(values: Sequence[Any], maps: Mapping[int, bytes]) -> None:
+            for put, offset, of in rows:
+                put(view, offset, *of(values))
+            for place, number in places:
+                view[place] = maps[number]
+
+        return write
+
+    def config_on(self, stream: int) -> Any:
+        """The configuration with that stream, as the driver takes it."""
+        self._config.stream = stream
+        return self._by_reference
+
+
+_Row = tuple[Callable[..., None], int, Callable[[Sequence[Any]], Sequence[Any]]]
+
+
+def _rows(scalars: Sequence[tuple[str, int, int]]) -> list[_Row]:
+    """The rows that write fields without a gap between them at once: function, offset, and the values among all."""
+    runs: list[tuple[str, int, list[int]]] = []
+    for code, offset, number in sorted(scalars, key=itemgetter(1)):
+        if runs and runs[-1][1] + struct.calcsize(f"<{runs[-1][0]}") == offset:
+            codes, begin, numbers = runs.pop()
+            runs.append((codes + code, begin, [*numbers, number]))
+        else:
+            runs.append((code, offset, [number]))
+    return [(struct.Struct(f"<{codes}").pack_into, offset, _items(numbers)) for codes, offset, numbers in runs]
+
+
+def _items(numbers: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    if len(numbers) > 1:
+        return itemgetter(*numbers)
+    (number,) = numbers
+    return lambda values: (values[number],)
+
+
+def filled(layout: StructLayout, values: Mapping[str, object]) -> tuple[memoryview, int, Any]:
+    """Memory with the struct's bytes, aligned as the struct: a view, its address, and what keeps it alive."""
+    memory = ctypes.create_string_buffer(layout.size + layout.alignment)
+    offset = -ctypes.addressof(memory) % layout.alignment
+    view = memoryview(memory).cast("B")[offset : offset + layout.size]
+    view[:] = layout.pack(values)
+    return view, ctypes.addressof(memory) + offset, memory
+
+
+class RepeatedLaunches:
+    """Parameter blocks of launches in order, written as a whole by ``renew`` and in part by ``send``."""
+
+    def __init__(
+        self,
+        blocks: Sequence[ParameterBlock],
+        stream: int,
+        moving: Collection[int],
+        call: Callable[..., int],
+        history: LaunchHistory,
+        failed: Callable[[int], Exception],
+    ) -> None:
+        """``moving`` are the numbers of the values that ``send`` writes; ``call`` is the driver's function."""
+        self._blocks = [(block, block.writing(moving), block.config_on(stream)) for block in blocks]
+        self._stream, self._call, self._failed = stream, call, failed
+        self._record, self._tick = history.record, history.tick
+
+    def renew(self, values: Sequence[Any], maps: Mapping[int, bytes]) -> None:
+        """Write all values of the next launches.
+
+        Raises:
+            struct.error, TypeError, OverflowError: a value does not fit its field.
+        """
+        for block, _, _ in self._blocks:
+            block.write(values, _none, maps)
+
+    def send(self, values: Sequence[Any], maps: Mapping[int, bytes]) -> bool:
+        """Send the launches with other descriptors and moving values; False: the driver refused the first.
+
+        Raises:
+            DriverError: the driver refuses one behind others.
+        """
+        sent = False
+        for block, write, config in self._blocks:
+            write(values, maps)
+            self._record((block.launch, block.view.tobytes(), self._stream))
+            self._tick()
+            code = self._call(config, block.function, block.arguments, None)
+            if code:
+                if sent:
+                    raise self._failed(code)
+                return False
+            sent = True
+        return True
+
+
+def _none(spec: object, address: int) -> bytes:
+    raise AssertionError("every descriptor comes with the call")
 
 
 def _check_fits(plan: LaunchPlan, kernel: LoadedKernel) -> None:

@@ -32,8 +32,11 @@ class Region:
 
 def workspace_size(regions: Sequence[Region]) -> int:
     """Bytes that always suffice for ``regions``, wherever an address begins that is a multiple of 16."""
-    slack = max((region.alignment for region in regions), default=1) - 16
-    return _end(0, regions) + max(0, slack)
+    slack = max([region.alignment for region in regions], default=1) - 16
+    end = 0
+    for region in regions:
+        end += -end % region.alignment + region.nbytes
+    return end + max(0, slack)
 
 
 def place_regions(what: str, address: int, nbytes: int, needed: Sequence[Region]) -> dict[str, int]:
@@ -42,23 +45,15 @@ def place_regions(what: str, address: int, nbytes: int, needed: Sequence[Region]
     Raises:
         WorkspaceError: the ``nbytes`` there are too few; the message begins with ``what``.
     """
-    end = _end(address, needed) - address
-    if end > nbytes:
-        parts = ", ".join(f"{region.name} {region.nbytes}" for region in needed)
-        error = WorkspaceError(f"{what} of {nbytes} bytes: {end} bytes are needed ({parts})")
-        error.argument = what
-        raise error
     addresses: dict[str, int] = {}
     at = address
     for region in needed:
         at += -at % region.alignment
         addresses[region.name] = at
         at += region.nbytes
+    if at - address > nbytes:
+        parts = ", ".join(f"{region.name} {region.nbytes}" for region in needed)
+        error = WorkspaceError(f"{what} of {nbytes} bytes: {at - address} bytes are needed ({parts})")
+        error.argument = what
+        raise error
     return addresses
-
-
-def _end(start: int, regions: Sequence[Region]) -> int:
-    at = start
-    for region in regions:
-        at = (at + region.alignment - 1) // region.alignment * region.alignment + region.nbytes
-    return at

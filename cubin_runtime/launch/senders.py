@@ -10,9 +10,7 @@ from typing import Any, Protocol
 
 from ..errors import CubinRuntimeError
 from .accelerator import accelerator
-from .parameter_block import ParameterBlock
-from .prepared import PreparedLaunches
-from .prepared_launch import PreparedLaunch
+from .prepared import ParameterBlock, PreparedLaunch, PreparedLaunches
 
 Sends = tuple[Callable[..., int], ...]  # of the launches in order: the written values to the driver's answer
 NOT_WRITTEN = (TypeError, ValueError, OverflowError, struct.error)  # a value does not fit its field

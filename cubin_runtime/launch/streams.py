@@ -24,26 +24,13 @@ def stream_handle(stream: Any) -> int:
     """
     if stream is None:
         return 0
-    if isinstance(stream, int):
-        return _one_name(stream)
-    protocol = getattr(stream, "__cuda_stream__", None)
-    if protocol is not None:
-        answer = protocol() if callable(protocol) else protocol
-        if not isinstance(answer, tuple) or len(answer) != 2 or answer[0] != 0:
-            raise UsageError(f"stream.__cuda_stream__ gave {answer!r}: expected (0, handle)")
-        try:
-            return _one_name(int(answer[1]))
-        except (TypeError, ValueError, OverflowError) as error:
-            raise UsageError(f"stream.__cuda_stream__ gave {answer!r}: expected (0, handle)") from error
-    handle = getattr(stream, "cuda_stream", None)
-    if isinstance(handle, int):
-        return _one_name(handle)
-    text = type(stream).__name__
-    if text in _BINDINGS:
-        return _one_name(int(stream))
-    raise UsageError(
-        f"got {text}, expected an int, __cuda_stream__, a torch stream or one of cuda.bindings", argument="stream"
-    )
+    handle = stream if isinstance(stream, int) else _handle_of(stream)
+    if not 0 <= handle < _HANDLES:
+        text = handle if abs(handle) < _HANDLES else f"an integer of {handle.bit_length()} bits"
+        raise UsageError(
+            "expected a handle, which is not negative and has at most 64 bits", argument="stream", value=text
+        )
+    return 0 if handle == LEGACY else int(handle)
 
 
 def is_default(stream: int) -> bool:
@@ -51,10 +38,23 @@ def is_default(stream: int) -> bool:
     return stream <= PER_THREAD
 
 
-def _one_name(handle: int) -> int:
-    if not 0 <= handle < _HANDLES:
-        text = handle if abs(handle) < _HANDLES else f"an integer of {handle.bit_length()} bits"
-        raise UsageError(
-            "expected a handle, which is not negative and has at most 64 bits", argument="stream", value=text
-        )
-    return 0 if handle == LEGACY else int(handle)
+def _handle_of(stream: Any) -> int:
+    protocol = getattr(stream, "__cuda_stream__", None)
+    if protocol is not None:
+        answer = protocol() if callable(protocol) else protocol
+        try:
+            version, handle = answer
+            if version == 0:
+                return int(handle)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise UsageError(f"stream.__cuda_stream__ gave {answer!r}: expected (0, handle)") from error
+        raise UsageError(f"stream.__cuda_stream__ gave {answer!r}: expected (0, handle)")
+    handle = getattr(stream, "cuda_stream", None)
+    if isinstance(handle, int):
+        return handle
+    text = type(stream).__name__
+    if text in _BINDINGS:
+        return int(stream)
+    raise UsageError(
+        f"got {text}, expected an int, __cuda_stream__, a torch stream or one of cuda.bindings", argument="stream"
+    )

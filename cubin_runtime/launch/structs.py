@@ -8,17 +8,84 @@ import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import field
+from functools import cache
 from typing import Any
 
 from ..errors import UsageError
 from ..values import dataclass
 from .fastmoddiv import FastModDiv
-from .struct_text import c_text
-from .struct_types import SCALARS, TENSOR_MAP_BYTES, element_type
 
 __all__ = ["Field", "FieldRow", "PlacedField", "StructLayout"]
 
+TENSOR_MAP_BYTES = 128
+SCALARS = {
+    "bool": struct.Struct("<?"),
+    "int32": struct.Struct("<i"),
+    "uint32": struct.Struct("<I"),
+    "int64": struct.Struct("<q"),
+    "uint64": struct.Struct("<Q"),
+    "float": struct.Struct("<f"),
+    "ptr": struct.Struct("<Q"),
+}
+_C_NAMES = {
+    "bool": "bool",
+    "int32": "int32_t",
+    "uint32": "uint32_t",
+    "int64": "int64_t",
+    "uint64": "uint64_t",
+    "float": "float",
+    "ptr": "void*",
+    "CUtensorMap": "CUtensorMap",
+    "FastModDiv": "FastModDiv",
+}
+_ARRAY = re.compile(r"([a-z0-9]+)\[([1-9][0-9]{0,5})\]\Z")
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
+_FAST_MOD_DIV = """
+#ifndef CUBIN_RUNTIME_FAST_MOD_DIV
+#define CUBIN_RUNTIME_FAST_MOD_DIV
+struct FastModDiv { int32_t divisor; uint32_t multiplier; uint32_t add; int32_t shift; };
+#ifndef __cplusplus
+typedef struct FastModDiv FastModDiv;
+#endif
+#endif
+"""
+# A 64-aligned struct must not depend on the toolkit: cuda.h of CUDA 13 aligns its own type to 128.
+_TENSOR_MAP_64 = """
+#ifndef CUBIN_RUNTIME_TENSOR_MAP_64
+#define CUBIN_RUNTIME_TENSOR_MAP_64
+typedef struct TensorMap64 { alignas(64) uint64_t opaque[16]; } TensorMap64;
+#endif
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class ElementType:
+    """A type by its base name; ``count`` is None for a single element. Sizes and alignments in bytes."""
+
+    name: str
+    count: int | None
+    size: int
+    alignment: int
+
+
+@cache
+def element_type(text: str) -> ElementType:
+    """Read a type's name, such as ``int32`` or ``ptr[4]``; a CUtensorMap's alignment here is the least, 64.
+
+    Raises:
+        UsageError: the name is unknown.
+    """
+    if text == "CUtensorMap":
+        return ElementType(text, None, TENSOR_MAP_BYTES, 64)
+    if text == "FastModDiv":
+        return ElementType(text, None, 16, 4)
+    array = _ARRAY.match(text)
+    base, count = (array[1], int(array[2])) if array else (text, None)
+    if base not in SCALARS:
+        names = ", ".join(["CUtensorMap", "FastModDiv", *SCALARS])
+        raise UsageError(f"type {text!r}: expected {names} or an array T[N]")
+    size = SCALARS[base].size
+    return ElementType(base, count, size * (count or 1), size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,8 +286,7 @@ class StructLayout:
 
         Complete by itself, valid as C++11 and C11; includes ``<cuda.h>`` only for 128-aligned descriptors.
         """
-        members = [(m.name, element_type(m.type), m.offset, m.meaning) for m in self.fields]
-        return c_text(self.name, members, self.size, self.alignment, self.tensor_map_alignment)
+        return _c_text(self)
 
 
 def _packer(members: Sequence[PlacedField], size: int) -> struct.Struct:
@@ -259,3 +325,33 @@ def _as_int(value: Any) -> int:
 
 def _round_up(value: int, to: int) -> int:
     return (value + to - 1) // to * to
+
+
+def _c_text(layout: StructLayout) -> str:
+    """The whole header."""
+    name, members = layout.name, [(member, element_type(member.type)) for member in layout.fields]
+    types = {kind.name for _, kind in members}
+    wide_maps = "CUtensorMap" in types and layout.tensor_map_alignment == 128
+    out = "#pragma once\n#include <assert.h>\n#include <stddef.h>\n#include <stdint.h>\n"
+    out += "#ifndef __cplusplus\n#include <stdalign.h>\n#include <stdbool.h>\n#endif\n"
+    out += "#include <cuda.h>\n" if wide_maps else ""
+    out += _FAST_MOD_DIV if "FastModDiv" in types else ""
+    out += _TENSOR_MAP_64 if "CUtensorMap" in types and not wide_maps else ""
+    out += f"\nstruct\n#ifdef __cplusplus\n    alignas({layout.alignment})\n#endif\n{name} {{\n"
+    for member, kind in members:
+        spelled = "TensorMap64" if kind.name == "CUtensorMap" and not wide_maps else _C_NAMES[kind.name]
+        count = "" if kind.count is None else f"[{kind.count}]"
+        comment = f"  // {_one_line(member.meaning)}" if member.meaning else ""
+        out += f"  {spelled} {member.name}{count};{comment}\n"
+    out += "};\n"
+    out += f"#ifndef __cplusplus\ntypedef struct {name} {name};\n#endif\n\n"
+    out += f'static_assert(sizeof({name}) == {layout.size}, "{name}: size");\n'
+    out += f'static_assert(alignof({name}) == {layout.alignment}, "{name}: alignment");\n'
+    for member, _ in members:
+        out += f'static_assert(offsetof({name}, {member.name}) == {member.offset}, "{name}.{member.name}: offset");\n'
+    return out
+
+
+def _one_line(text: str) -> str:
+    # A trailing backslash would pull the next member into the comment.
+    return " ".join(text.split()).replace("\\", "/")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -148,18 +149,7 @@ class TensorMapSpec:
 
     def moved(self, address: int) -> TensorMapSpec:
         """The same view of another address."""
-        return TensorMapSpec(
-            self.dtype,
-            address,
-            self.dims,
-            self.strides,
-            self.box,
-            self.element_strides,
-            self.interleave,
-            self.swizzle,
-            self.l2_promotion,
-            self.fill,
-        )
+        return replace(self, address=address)
 
     def encode(self, driver: TensorMapEncoder) -> bytes:
         """Check, then let the driver encode: 128 bytes.

@@ -1,14 +1,18 @@
-"""Device scratch that one stream, or one captured graph, has at a time."""
+"""Device scratch that one stream, or one captured graph, has at a time: a plan's own, and callers' buffers."""
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import field
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..errors import WorkspaceError
-from .buffers import Buffer, EagerClaim, Owner, Place, is_of, owner_of, words_of
+from ..dtypes import ITEM_BYTES
+from ..errors import UsageError, WorkspaceError
+from ..tensor import Tensor, view_of
+from ..values import dataclass
 from .driver import Driver
 from .graph_life import GraphLife
 from .regions import Region, place_regions
@@ -16,6 +20,60 @@ from .streams import PER_THREAD, is_default, stream_handle
 
 if TYPE_CHECKING:
     from ..protocols import Stream
+
+Place = tuple[int, int]  # address and bytes
+
+
+# The owner of a buffer: a capture (None: eager work), a stream's number (0 in a capture), the stream's handle, and for
+# the handle that names another stream in every thread, the thread.
+Owner = tuple[int | None, int, int, int]
+
+
+class Buffer:
+    """One allocation, who has it and, for a captured graph, that graph's life."""
+
+    __slots__ = ("address", "capacity", "life", "of_legacy", "owned", "owner", "place")
+
+    def __init__(self, address: int, nbytes: int, capacity: int) -> None:
+        self.address = address
+        self.capacity = capacity
+        self.place: Place = (address, nbytes)
+        self.owned = capacity > 0
+        self.owner: Owner | None = None
+        self.of_legacy = False  # the legacy default stream has it, which never captures and whose handle stays its own
+        self.life: GraphLife | None = None
+
+    @property
+    def free(self) -> bool:
+        """Return whether it has no owner; the buffer of a destroyed graph is free again."""
+        if self.life is not None and self.life.ended:
+            self.give(None)
+        return self.owner is None
+
+    def give(self, owner: Owner | None, life: GraphLife | None = None) -> None:
+        """Set the owner, for a capture with its graph's life; None: it has none."""
+        self.owner = owner
+        self.of_legacy = owner is not None and owner[0] is None and not owner[2]
+        self.life = life
+
+
+class EagerClaim(NamedTuple):
+    """The buffer for eager launches as a stream claimed it, and what tells whether the next launch may use it too.
+
+    For the legacy default stream, whose ``same_stream`` is None, ``buffer.of_legacy`` tells that; for others
+    ``buffer.owner is owner and same_stream()``, which is false in a capture too.
+    """
+
+    place: Place
+    buffer: Any
+    owner: Any
+    same_stream: Callable[[], bool] | None
+
+    def holds(self) -> bool:
+        """Return whether the next launch of that stream may use the buffer too."""
+        if self.same_stream is None:
+            return bool(self.buffer.of_legacy)
+        return self.buffer.owner is self.owner and self.same_stream()
 
 
 class Workspace:
@@ -62,7 +120,8 @@ class Workspace:
         handle = stream_handle(stream)
         address, capacity = _new_memory(driver, context, nbytes, handle)
         workspace = cls(driver, context, address, nbytes, capacity=capacity)
-        workspace.reserve(graphs, handle)
+        if graphs:
+            workspace.reserve(graphs, handle)
         return workspace
 
     @property
@@ -242,6 +301,150 @@ class Workspace:
         buffer = Buffer(address, self.nbytes, capacity)
         self._buffers.append(buffer)
         return buffer
+
+
+@dataclass(frozen=True, slots=True)
+class SemaphoreWorkspace:
+    """A caller's two buffers, each ``(address, bytes)``, for operators that keep such a convention.
+
+    ``semaphores`` is zero before the first launch that gets it and holds nothing but regions that begin as zeros,
+    so that launches of any plan may follow one another on it; ``scratch`` may hold anything. The caller keeps work on
+    other streams away from both. ``context`` is where they live; None: the current one, or the device's primary one.
+    ``owner`` is held as long as this is, where somebody else's dropping it would free the semaphores.
+    """
+
+    semaphores: tuple[int, int]
+    scratch: tuple[int, int]
+    context: int | None = None
+    owner: object = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for name, (address, nbytes) in (("semaphores", self.semaphores), ("scratch", self.scratch)):
+            if nbytes < 0 or address % 16:
+                raise WorkspaceError(f"{name} at {address:#x} of {nbytes} bytes: expected a multiple of 16")
+
+    @classmethod
+    def of(cls, semaphores: Tensor, scratch: Tensor) -> SemaphoreWorkspace:
+        """Return a workspace over two contiguous CUDA tensors of any shape and dtype, which it keeps alive.
+
+        Raises:
+            UsageError: one is no such tensor.
+            WorkspaceError: one does not begin at a multiple of 16 bytes.
+        """
+        parts = []
+        for name, tensor in (("semaphores", semaphores), ("scratch", scratch)):
+            view = view_of(tensor, name, written=True)
+            if not view.is_contiguous:
+                raise UsageError(f"strides {view.strides}, expected a contiguous tensor", argument=name)
+            parts.append((view.pointer, prod(view.shape) * ITEM_BYTES[view.dtype]))
+        return cls(parts[0], parts[1], owner=(semaphores, scratch))
+
+    def regions(self, needed: Sequence[Region], place: Hashable = None) -> dict[str, int]:
+        """The device address of each region: those that begin as zeros in the semaphores, the others in the scratch.
+
+        Raises:
+            WorkspaceError: a buffer is too small; the message names it and the bytes needed.
+        """
+        zeroed = [region for region in needed if region.zeroed]
+        others = [region for region in needed if not region.zeroed]
+        return place_regions("semaphores", *self.semaphores, zeroed) | place_regions("scratch", *self.scratch, others)
+
+    def claim(self, stream: Stream | None) -> tuple[Place, Place]:
+        """The buffers as they are: that one stream at a time uses them is the caller's affair."""
+        return self.semaphores, self.scratch
+
+    def places(self) -> tuple[tuple[Place, Place], ...]:
+        """All its buffers."""
+        return ((self.semaphores, self.scratch),)
+
+
+AnyWorkspace = Workspace | SemaphoreWorkspace
+
+
+def check_workspace(workspace: object) -> None:
+    """Raise ``UsageError`` for anything else, such as a tensor."""
+    if not isinstance(workspace, (Workspace, SemaphoreWorkspace)):
+        raise UsageError(
+            f"got {type(workspace).__name__}, expected a Workspace or a SemaphoreWorkspace", argument="workspace"
+        )
+
+
+class WorkspacePool:
+    """The workspaces of a plan on one device: one for each stream, made outside of captures, kept until ``close``.
+
+    ``held`` has them by their stream's handle, those of default streams by context and thread (0: the legacy one).
+    """
+
+    def __init__(self, driver: Driver, device: int, nbytes: int) -> None:
+        self._driver = driver
+        self._device = device
+        self._nbytes = nbytes
+        self._lock = threading.RLock()
+        self.held: dict[Hashable, Workspace] = {}
+
+    def take(self, stream: int) -> Workspace:
+        """The workspace for a stream's handle, in the stream's context; the caller claims it.
+
+        Raises:
+            WorkspaceError: it is not there and the stream is capturing, or the stream is of another device.
+        """
+        key: Hashable = stream
+        context = None
+        if is_default(stream):
+            context = self._driver.context_on(self._device)
+            key = context, threading.get_ident() if stream == PER_THREAD else 0
+        held = self.held.get(key)
+        if held is not None:
+            return held
+        with self._lock:
+            if key not in self.held:
+                self.held[key] = self.make(stream, context)
+            return self.held[key]
+
+    def make(self, stream: int, context: int | None = None) -> Workspace:
+        """A workspace that is not of the pool, in a context or the stream's; errors as ``take``."""
+        context = context or self._driver.context_of(stream, self._device)
+        return Workspace.allocate(self._driver, context, self._nbytes, stream)
+
+    def close(self) -> None:
+        """Free all of them; no work may still use one."""
+        with self._lock:
+            held, self.held = self.held, {}
+        for workspace in held.values():
+            workspace.close()
+
+
+def context_of_launch(driver: Driver, device: int, workspace: int | None, stream: int) -> int:
+    """The context to launch in on a stream of a device, with a workspace of a context; None: of any.
+
+    Raises:
+        UsageError: workspace and stream are of two contexts.
+    """
+    context = driver.context_of(stream, device)
+    if workspace is None or workspace == context:
+        return context
+    if is_default(stream):
+        return workspace
+    raise UsageError(f"stream {stream:#x}: belongs to another context of device {device} than the workspace")
+
+
+def owner_of(driver: Driver, stream: int) -> Owner:
+    """The owner that a launch on ``stream`` needs, in the current context."""
+    return *driver.stream_identity(stream), stream, threading.get_ident() if stream == PER_THREAD else 0
+
+
+def is_of(owner: Owner | None, other: Owner) -> bool:
+    """Return whether eager work on the handle of ``other`` owns it, in the same thread where threads matter."""
+    return owner is not None and owner[0] is None and owner[2:] == other[2:]
+
+
+def words_of(owner: Owner | None) -> str:
+    """The owner in an error's words."""
+    if owner is None:
+        return "nobody"
+    capture, _, stream, thread = owner
+    of_thread = f" of thread {thread}" if thread else ""
+    return f"stream {stream:#x}{of_thread}" if capture is None else f"captured graph {capture:#x}"
 
 
 def _check_device(driver: Driver, context: int, stream: int) -> None:

@@ -14,7 +14,7 @@ from ..artifacts.path import ArtifactPath
 from ..errors import CorruptError, UsageError
 from ..launch.abi import LaunchNeeds, check_parameters
 from ..launch.driver import Driver
-from ..launch.modules import LoadedKernel, ModuleCache
+from ..launch.modules import KernelRequest, LoadedKernel, ModuleCache
 from ..launch.plan import LaunchAttributes, LaunchPlan, Triple
 from ..launch.structs import StructLayout
 
@@ -96,7 +96,7 @@ class CubinUnderTest:
             dynamic_shared_bytes=plan.shared_bytes,
             nonportable_cluster=plan.attributes.nonportable_cluster,
         )
-        return ModuleCache(driver).kernel(context, plan.sha256, self.symbol, lambda: self.data, needs)
+        return ModuleCache(driver).kernel(KernelRequest(context, plan.sha256, self.symbol, lambda: self.data, needs))
 
 
 def _triple(name: str, size: SupportsIndex | Sequence[SupportsIndex]) -> Triple:

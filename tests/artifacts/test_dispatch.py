@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cubin_runtime.artifacts.fetch.dispatch import _Dispatch
+from cubin_runtime.artifacts.fetch.dispatch import Dispatch
 from cubin_runtime.artifacts.fetch.report import FetchReport, report_of
 from cubin_runtime.artifacts.fetch.worker_pool import Outcome
 from cubin_runtime.artifacts.sources.source import FileRequest
@@ -106,7 +106,7 @@ def test_who_waits_for_a_lock_looks_into_the_store_more_rarely_than_at_the_lock(
 
     monkeypatch.setattr(Store, "present", watched_present)
     monkeypatch.setattr("time.monotonic", lambda: clock[-1])
-    waiting = _Dispatch(
+    waiting = Dispatch(
         library.store,
         [FileRequest(release.path(NAME), release.pin.path, digest, 1 << 20)],
         hire=lambda: pytest.fail("there is nothing to do"),

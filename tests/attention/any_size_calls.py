@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from cubin_runtime.attention import Runtime, TensorView, append_kv, context_attention, mla_decode, paged_decode
-from cubin_runtime.launch.semaphore_workspace import SemaphoreWorkspace
+from cubin_runtime.launch.workspace import SemaphoreWorkspace
 from tests.attention.fast_path_calls import Call
 from tests.attention.trtllm_calls import MadeUpMemory
 

@@ -9,10 +9,9 @@ import pytest
 
 from cubin_runtime.attention import TensorView
 from cubin_runtime.attention.attention_operator import AttentionCall
-from cubin_runtime.attention.checks import token_stride
+from cubin_runtime.attention.checks import split_scale, token_stride
 from cubin_runtime.attention.operators.paged_decode import PAGED_DECODE, PagedDecodeOptions
 from cubin_runtime.attention.paged_cache import cache_view
-from cubin_runtime.attention.scales import split_scale
 from cubin_runtime.errors import UsageError
 from tests.attention.attention_examples import Tensors
 
@@ -25,6 +24,7 @@ LONG = {"max_seq_len": 1 << 20}
 
 def check(tensors: Tensors, **options: Any) -> None:
     asked = PagedDecodeOptions(**{"max_seq_len": 1024, "softmax_scale": 0.1, **options})
+    PAGED_DECODE.checked(asked)
     PAGED_DECODE.check(AttentionCall(PAGED_DECODE.read(tensors.by_name, asked), asked))
 
 

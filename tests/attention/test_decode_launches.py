@@ -11,7 +11,7 @@ from cubin_runtime.errors import WorkspaceError
 from cubin_runtime.kernels.native.decode.params import PAGED_DECODE_TMA
 from cubin_runtime.kernels.native.launches import WORKSPACE_FIELDS
 from cubin_runtime.launch.regions import workspace_size
-from cubin_runtime.launch.semaphore_workspace import SemaphoreWorkspace
+from cubin_runtime.launch.workspace import SemaphoreWorkspace
 from cubin_runtime.testing import StandIn
 from tests.attention.attention_examples import H200, Tensors
 

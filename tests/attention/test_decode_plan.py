@@ -256,7 +256,7 @@ def test_a_run_without_a_workspace_takes_the_plans_own(runtime: Runtime, standin
 
 
 def test_the_regions_of_the_last_workspaces_are_remembered(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cubin_runtime.attention.region_places._MAX_PLACES", 2)
+    monkeypatch.setattr("cubin_runtime.attention.operator_plan._MAX_PLACES", 2)
     plan, placed, original = make_plan(runtime), list[Workspace](), Workspace.regions
 
     def regions(self: Workspace, *given: Any) -> dict[str, int]:

@@ -15,7 +15,7 @@ from cubin_runtime.attention.fast_path.operator_function import full_path
 from cubin_runtime.attention.operators.paged_decode import PAGED_DECODE
 from cubin_runtime.errors import UsageError
 from cubin_runtime.kernels.native.decode.params import PAGED_DECODE_TMA
-from cubin_runtime.launch.semaphore_workspace import SemaphoreWorkspace
+from cubin_runtime.launch.workspace import SemaphoreWorkspace
 from cubin_runtime.tensor import _DLTensor
 from cubin_runtime.testing import StandIn
 from tests.attention.attention_examples import Tensors

@@ -10,8 +10,7 @@ import pytest
 from cubin_runtime.attention import PagedDecodePlan, Runtime, TensorView, paged_decode, plan_paged_decode
 from cubin_runtime.errors import UsageError
 from cubin_runtime.kernels.native.decode.params import PAGED_DECODE_TMA
-from cubin_runtime.launch.semaphore_workspace import SemaphoreWorkspace
-from cubin_runtime.launch.workspace import Workspace
+from cubin_runtime.launch.workspace import SemaphoreWorkspace, Workspace
 from cubin_runtime.testing import StandIn
 from tests.attention.attention_examples import Tensors
 from tests.attention.trtllm_calls import MadeUpMemory

@@ -11,7 +11,7 @@ import pytest
 
 from cubin_runtime import Config
 from cubin_runtime.attention import Runtime
-from cubin_runtime.attention.plan_cache import PlanCache
+from cubin_runtime.attention.runtime import PlanCache
 from cubin_runtime.errors import MissingError, UsageError
 from cubin_runtime.testing import GraphDriver, StandIn
 from tests.artifacts.serving import serving

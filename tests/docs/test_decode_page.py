@@ -23,7 +23,7 @@ def runtime(standin: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     made = Runtime(config, driver=GraphDriver(standin.path), release=RELEASE_NAME)
     standin.accept_kernels(PAGED_DECODE_TMA.size)
     made.driver.set_current(made.driver.primary_context(0))
-    monkeypatch.setattr("cubin_runtime.attention.process.default.runtime", made)
+    monkeypatch.setattr("cubin_runtime.attention.runtime.default.runtime", made)
     yield made
     made.driver.set_current(None)
 

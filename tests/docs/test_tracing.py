@@ -24,7 +24,7 @@ def test_the_blocks_run_in_their_order(
     config = Config(store=tmp_path / "store", sources=(str(tree),), pin_files=(pins,), offline=True)
     runtime = Runtime(config, driver=GraphDriver(standin.path), release=RELEASE_NAME)
     standin.accept_kernels(PAGED_DECODE_TMA.size)
-    monkeypatch.setattr("cubin_runtime.attention.process.default.runtime", runtime)
+    monkeypatch.setattr("cubin_runtime.attention.runtime.default.runtime", runtime)
     monkeypatch.chdir(tmp_path)
     runtime.driver.set_current(runtime.driver.primary_context(0))
     tensors = ("q", "k_cache", "v_cache", "page_table", "seq_lens", "out")

@@ -41,7 +41,7 @@ def device(
     runtime = Runtime(config, driver=GraphDriver(cubin_standin.path), release=RELEASE_NAME)
     for kernel in runtime.native_release().kernels:
         cubin_standin.add_kernel(kernel.symbol, (kernel.struct_bytes,), kernel.threads)
-    monkeypatch.setattr("cubin_runtime.attention.process.default.runtime", runtime)
+    monkeypatch.setattr("cubin_runtime.attention.runtime.default.runtime", runtime)
     with Device(runtime.driver, computes=False) as made:
         yield made
 

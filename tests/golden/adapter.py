@@ -43,16 +43,15 @@ from cubin_runtime.attention import (
     plan_sparse_mla_decode,
     sparse_mla_decode,
 )
-from cubin_runtime.attention.fast_path.notes import note_made, taking_notes
+from cubin_runtime.attention.fast_path.notes import Notes, note_made
 from cubin_runtime.attention.operators.append_kv import APPEND_KV
 from cubin_runtime.attention.operators.merge_states import MERGE_STATES
 from cubin_runtime.compat import flashinfer
 from cubin_runtime.errors import CubinRuntimeError
 from cubin_runtime.kernels.abi import abi_layouts
 from cubin_runtime.launch.plan import LaunchPlan
-from cubin_runtime.launch.semaphore_workspace import SemaphoreWorkspace
 from cubin_runtime.launch.tensormap import TensorMapSpec
-from cubin_runtime.launch.workspace import Workspace
+from cubin_runtime.launch.workspace import SemaphoreWorkspace, Workspace
 from cubin_runtime.testing import GraphDriver, StandIn
 from kernels_src.variants import VARIANTS
 from tests.golden.cubins import cubin_of, write_release
@@ -436,11 +435,11 @@ def _counted_full_paths() -> Iterator[list[None]]:
     """A list with an entry for each call that takes the full path."""
     counted: list[None] = []
 
-    def counting() -> taking_notes:
+    def counting() -> Notes:
         counted.append(None)
-        return taking_notes()
+        return Notes()
 
-    with patch(f"{taking_notes.__module__.removesuffix('notes')}operator_function.taking_notes", counting):
+    with patch(f"{Notes.__module__.removesuffix('notes')}operator_function.Notes", counting):
         yield counted
 
 
@@ -452,5 +451,5 @@ def _without_made(launches: list[dict[str, Any]]) -> str:
 
 @contextmanager
 def _default_runtime(runtime: Runtime) -> Iterator[None]:
-    with patch("cubin_runtime.attention.process.default.runtime", runtime):
+    with patch("cubin_runtime.attention.runtime.default.runtime", runtime):
         yield

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cubin_runtime.attention import Runtime, TensorView
-from cubin_runtime.attention.scales import ScaleProduct
+from cubin_runtime.attention.checks import ScaleProduct
 from tests.gpu.context_cases import ContextCase, ContextHost, context_host
 from tests.gpu.context_device import context_on_device
 from tests.gpu.decode_values import bits_of, e4m3_table, values_of

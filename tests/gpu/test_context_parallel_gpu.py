@@ -87,7 +87,7 @@ def decode_by_flashinfer_s_name(
 
 @pytest.fixture
 def as_default(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cubin_runtime.attention.process.default.runtime", runtime)
+    monkeypatch.setattr("cubin_runtime.attention.runtime.default.runtime", runtime)
 
 
 BEHIND = replace(GQA, lens=(16, 17, 90, 700, 3001))  # as many keys as query tokens at least, as all are keys too

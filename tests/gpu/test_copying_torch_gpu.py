@@ -17,7 +17,7 @@ TOKENS, HEADS, DIM, PAGE, COLUMNS = 37, 4, 128, 16, 5
 
 @pytest.fixture(autouse=True)
 def _default(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cubin_runtime.attention.process.default.runtime", runtime)
+    monkeypatch.setattr("cubin_runtime.attention.runtime.default.runtime", runtime)
 
 
 class Tensors:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cubin_runtime.attention import Runtime, TensorView, paged_decode, view_of
-from cubin_runtime.launch.semaphore_workspace import SemaphoreWorkspace
+from cubin_runtime.launch.workspace import SemaphoreWorkspace
 from tests.gpu.example_scripts import example_script
 
 pytestmark = pytest.mark.gpu

@@ -42,7 +42,7 @@ CASES = {
 
 @pytest.fixture(autouse=True)
 def default(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cubin_runtime.attention.process.default.runtime", runtime)
+    monkeypatch.setattr("cubin_runtime.attention.runtime.default.runtime", runtime)
 
 
 def decodes_of(case: MlaCase, host: MlaHost) -> LatentDecodes:

@@ -24,7 +24,7 @@ ATOL, RTOL = 8e-3, 1.6e-2  # of bf16 outputs
 @pytest.mark.gpu
 @pytest.mark.parametrize("record", STEPS)
 def test_a_recorded_step(record: Any, runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cubin_runtime.attention.process.default.runtime", runtime)
+    monkeypatch.setattr("cubin_runtime.attention.runtime.default.runtime", runtime)
     *given, out = made_again(record, "cuda")
     attend(*given, out)
     np.testing.assert_allclose(array(out), expected(*given), ATOL, RTOL)
@@ -47,7 +47,7 @@ def alone(part: Part, request: int) -> Part:
 @pytest.mark.gpu
 @pytest.mark.parametrize("record", STEPS)
 def test_a_recorded_step_with_batch_invariance(record: Any, runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cubin_runtime.attention.process.default.runtime", runtime)
+    monkeypatch.setattr("cubin_runtime.attention.runtime.default.runtime", runtime)
     *given, batch, options, out = made_again(record, "cuda")
     options = options._replace(batch_invariant=True)
     attend(*given, batch, options, out)
@@ -65,7 +65,7 @@ def test_a_recorded_step_with_batch_invariance(record: Any, runtime: Runtime, mo
 def test_a_recorded_decode_replayed_from_a_graph(
     record: Any, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cubin_runtime.attention.process.default.runtime", runtime)
+    monkeypatch.setattr("cubin_runtime.attention.runtime.default.runtime", runtime)
     *given, out = made_again(record, "cuda")
     attend(*given, out)
     torch.cuda.synchronize()

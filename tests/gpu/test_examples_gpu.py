@@ -20,7 +20,7 @@ pytestmark = pytest.mark.gpu
 def device(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     if runtime.driver.device(0).capability != (9, 0):
         pytest.skip("the examples' kernels are measured on compute capability 9.0")
-    monkeypatch.setattr("cubin_runtime.attention.process.default.runtime", runtime)
+    monkeypatch.setattr("cubin_runtime.attention.runtime.default.runtime", runtime)
     with Device(runtime.driver) as made:
         yield made
         made.assert_guards()

@@ -139,7 +139,7 @@ def elsewhere(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("torch sees no device")
     if runtime.driver.device(0).capability[0] != 9:
         pytest.skip("our measured kernels are for compute capability 9.0")
-    monkeypatch.setattr("cubin_runtime.attention.process.default.runtime", runtime)
+    monkeypatch.setattr("cubin_runtime.attention.runtime.default.runtime", runtime)
 
 
 @pytest.fixture(scope="module")

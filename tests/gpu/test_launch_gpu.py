@@ -17,7 +17,7 @@ from cubin_runtime.errors import AbiError, DriverError, FrozenError, WorkspaceEr
 from cubin_runtime.launch import driver_api as api
 from cubin_runtime.launch.abi import LaunchNeeds
 from cubin_runtime.launch.driver import Driver, DriverCallError
-from cubin_runtime.launch.modules import ModuleCache
+from cubin_runtime.launch.modules import KernelRequest, ModuleCache
 from cubin_runtime.launch.structs import Field, StructLayout
 from cubin_runtime.launch.tensormap import TensorMapSpec
 from cubin_runtime.launch.workspace import Workspace
@@ -283,12 +283,16 @@ def test_the_gate_refuses_a_cubin_for_another_architecture(driver: Driver) -> No
     if driver.device(driver.context_device()).capability[0] == 8:
         pytest.skip("the fixture cubin runs here")
     with pytest.raises(AbiError, match="built for sm_80"):
-        ModuleCache(driver).kernel(driver.primary_context(0), "0" * 64, "block", lambda: image, needs_of(1280))
+        ModuleCache(driver).kernel(
+            KernelRequest(driver.primary_context(0), "0" * 64, "block", lambda: image, needs_of(1280))
+        )
 
 
 def test_the_gate_refuses_a_kernel_with_other_parameters(driver: Driver, hopper_image: bytes) -> None:
     with pytest.raises(AbiError, match=r"takes 2 of \[1280, 8\] bytes"):
-        ModuleCache(driver).kernel(driver.primary_context(0), "0" * 64, "block", lambda: hopper_image, needs_of(1280))
+        ModuleCache(driver).kernel(
+            KernelRequest(driver.primary_context(0), "0" * 64, "block", lambda: hopper_image, needs_of(1280))
+        )
 
 
 def test_a_load_during_a_capture_is_refused_and_leaves_the_capture_intact(
@@ -297,7 +301,8 @@ def test_a_load_during_a_capture_is_refused_and_leaves_the_capture_intact(
     driver.begin_capture(stream)
     with pytest.raises(FrozenError, match=r"preload\(\)"):
         ModuleCache(driver).kernel(
-            driver.primary_context(0), "0" * 64, "block", lambda: hopper_image, needs_of(1280), stream=stream
+            KernelRequest(driver.primary_context(0), "0" * 64, "block", lambda: hopper_image, needs_of(1280)),
+            stream=stream,
         )
     graph = driver.end_capture(stream)
     driver.destroy_graph(graph)

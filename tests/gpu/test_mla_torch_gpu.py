@@ -37,7 +37,7 @@ RAGGED = replace(PLAIN, heads=16, q_lens=(3, 0, 1, 16), max_q_len=16, sinks=True
 
 @pytest.fixture(autouse=True)
 def default(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cubin_runtime.attention.process.default.runtime", runtime)
+    monkeypatch.setattr("cubin_runtime.attention.runtime.default.runtime", runtime)
 
 
 def tensors_of(case: MlaCase, host: MlaHost) -> dict[str, Any]:

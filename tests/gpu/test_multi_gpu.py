@@ -211,7 +211,7 @@ COMPAT = (by_xqa, by_xqa_mla, by_xqa_batch, by_trtllm_batch, by_xqa_batch_mla, b
 def test_it_runs_where_its_tensors_are(
     runtime: Runtime, monkeypatch: pytest.MonkeyPatch, way: Callable[..., Any], device: int, current: int, stream: str
 ) -> None:
-    monkeypatch.setattr("cubin_runtime.attention.process.default.runtime", runtime)
+    monkeypatch.setattr("cubin_runtime.attention.runtime.default.runtime", runtime)
     torch.cuda.set_device(current)
     before = runtime.driver.current_context()
     if stream == "own":

@@ -29,7 +29,7 @@ def default_runtime(runtime_config: Config, monkeypatch: pytest.MonkeyPatch) -> 
     """A default runtime of the page's own, which it may freeze."""
     made = Runtime(runtime_config)
     made.library.fetch(made.library.pins.get(NATIVE_RELEASE))
-    monkeypatch.setattr("cubin_runtime.attention.process.default.runtime", made)
+    monkeypatch.setattr("cubin_runtime.attention.runtime.default.runtime", made)
     yield made
     torch.cuda.synchronize()
 

@@ -37,7 +37,7 @@ SEEN = (0, 1, 1, 2, 99, 100, WIDTH - 1, WIDTH, WIDTH, WIDTH)  # of both query to
 
 @pytest.fixture(autouse=True)
 def default(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cubin_runtime.attention.process.default.runtime", runtime)
+    monkeypatch.setattr("cubin_runtime.attention.runtime.default.runtime", runtime)
 
 
 def on_cuda(values: Any) -> Any:

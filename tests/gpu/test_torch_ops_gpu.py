@@ -19,7 +19,7 @@ BOUND = 256
 
 @pytest.fixture(autouse=True)
 def _default(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cubin_runtime.attention.process.default.runtime", runtime)
+    monkeypatch.setattr("cubin_runtime.attention.runtime.default.runtime", runtime)
 
 
 class Tensors:

@@ -32,7 +32,7 @@ CUTS = [300, 429, *range(430, 440)]
 
 @pytest.fixture(autouse=True)
 def name(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr("cubin_runtime.attention.process.default.runtime", runtime)
+    monkeypatch.setattr("cubin_runtime.attention.runtime.default.runtime", runtime)
     return register("cubin_runtime_gpu")
 
 

@@ -22,7 +22,7 @@ def elsewhere(runtime: Runtime) -> None:
 
 
 def test_torch_tensors_reach_the_refusal_of_the_device(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cubin_runtime.attention.process.default.runtime", runtime)
+    monkeypatch.setattr("cubin_runtime.attention.runtime.default.runtime", runtime)
     with pytest.raises(BackendError, match=r"trtllm-gen: published for 10\.0, 10\.3"):
         flashinfer.trtllm_batch_decode_with_kv_cache(
             torch.zeros(4, 32, 128, dtype=torch.bfloat16, device="cuda"),

@@ -32,7 +32,7 @@ def hopper(
     made = Runtime(config, driver=GraphDriver(standin.path), release=RELEASE_NAME, memory=memory)
     for kernel in made.native_release().kernels:
         standin.add_kernel(kernel.symbol, (kernel.struct_bytes,), kernel.threads)
-    monkeypatch.setattr("cubin_runtime.attention.process.default.runtime", made)
+    monkeypatch.setattr("cubin_runtime.attention.runtime.default.runtime", made)
     made.driver.set_current(made.driver.primary_context(0))
     yield made
     made.driver.set_current(None)

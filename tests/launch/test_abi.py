@@ -6,7 +6,7 @@ import pytest
 
 from cubin_runtime.artifacts.cubins.cubin import Architecture, Cubin, KernelFacts
 from cubin_runtime.errors import AbiError
-from cubin_runtime.launch.abi import check_launchable
+from cubin_runtime.launch.abi import LaunchNeeds, check_launchable
 from cubin_runtime.launch.driver import DeviceFacts
 from tests.launch.examples import LAYOUT, SYMBOL, cubin, device, kernel_facts
 
@@ -22,7 +22,7 @@ def check(
     declared: Architecture | None = None,
     shared: int = 0,
 ) -> KernelFacts:
-    return check_launchable(made, SYMBOL, LAYOUT, fingerprint, threads, on, declared, shared)
+    return check_launchable(made, SYMBOL, LaunchNeeds(LAYOUT, threads, fingerprint, shared, declared), on)
 
 
 def without_note(number: int) -> Cubin:
@@ -97,7 +97,7 @@ def test_a_declared_architecture_that_contradicts_the_note_is_refused() -> None:
 
 def test_a_missing_symbol_names_those_that_are_there() -> None:
     with pytest.raises(AbiError, match="kernel 'other': the cubin holds decode"):
-        check_launchable(cubin(), "other", LAYOUT, None, 1, HOPPER)
+        check_launchable(cubin(), "other", LaunchNeeds(LAYOUT, 1), HOPPER)
 
 
 @pytest.mark.parametrize(

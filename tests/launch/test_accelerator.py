@@ -12,7 +12,7 @@ import pytest
 from cubin_runtime.errors import UsageError
 from cubin_runtime.launch import accelerator
 from cubin_runtime.launch.driver import Driver, DriverCallError
-from cubin_runtime.launch.modules import ModuleCache
+from cubin_runtime.launch.modules import KernelRequest, ModuleCache
 from cubin_runtime.launch.prepared import OtherContextError, PreparedLaunches
 from cubin_runtime.launch.senders import senders_of
 from cubin_runtime.launch.structs import Field, StructLayout
@@ -41,7 +41,7 @@ def send(prepared: PreparedLaunches, make: Any, monkeypatch: pytest.MonkeyPatch)
 def prepared(driver: Driver, standin: StandIn, context: int) -> PreparedLaunches:
     standin.add_kernel(SYMBOL, (LAYOUT.size,))
     cache = ModuleCache(driver, parse=lambda _: cubin(facts=kernel_facts()))
-    kernel = cache.kernel(context, DIGEST, SYMBOL, lambda: b"", needs(dynamic_shared_bytes=200000))
+    kernel = cache.kernel(KernelRequest(context, DIGEST, SYMBOL, lambda: b"", needs(dynamic_shared_bytes=200000)))
     made = plan(inputs={"out": "out", "batch": "batch", "scale": "scale"})
     return PreparedLaunches([made], [kernel], driver, NAMES)
 
@@ -166,7 +166,9 @@ def test_parameters_over_4096_bytes_are_sent_without_it(
     standin.add_kernel(SYMBOL, (size,))
     facts = cubin(facts=kernel_facts((size,)))
     wanted = needs(layout=layout, fingerprint=layout.fingerprint, dynamic_shared_bytes=200000)
-    kernel = ModuleCache(driver, parse=lambda _: facts).kernel(context, DIGEST, SYMBOL, lambda: b"", wanted)
+    kernel = ModuleCache(driver, parse=lambda _: facts).kernel(
+        KernelRequest(context, DIGEST, SYMBOL, lambda: b"", wanted)
+    )
     values = {field.name: 0 for field in layout.fields}
     made = plan(layout=layout, values=values, inputs={f"value{number}": name for number, name in enumerate(NAMES)})
     call, accelerated = send(PreparedLaunches([made], [kernel], driver, NAMES), accelerator.accelerator(), monkeypatch)
@@ -181,7 +183,7 @@ def pair(driver: Driver, standin: StandIn, context: int) -> PreparedLaunches:
     """Two launches, of grids of 1 and 2 blocks."""
     standin.add_kernel(SYMBOL, (LAYOUT.size,))
     cache = ModuleCache(driver, parse=lambda _: cubin(facts=kernel_facts()))
-    kernel = cache.kernel(context, DIGEST, SYMBOL, lambda: b"", needs(dynamic_shared_bytes=200000))
+    kernel = cache.kernel(KernelRequest(context, DIGEST, SYMBOL, lambda: b"", needs(dynamic_shared_bytes=200000)))
     inputs = {name: name for name in NAMES}
     plans = [plan(inputs=inputs, grid=(2 * blocks, 1, 1)) for blocks in (1, 2)]
     return PreparedLaunches(plans, [kernel, kernel], driver, NAMES)

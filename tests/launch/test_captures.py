@@ -11,7 +11,7 @@ import pytest
 
 from cubin_runtime.launch import driver_api as api
 from cubin_runtime.launch.driver import DriverCallError
-from cubin_runtime.launch.modules import ModuleCache
+from cubin_runtime.launch.modules import KernelRequest, ModuleCache
 from cubin_runtime.launch.workspace import Workspace
 from cubin_runtime.testing import GraphDriver, StandIn
 from tests.launch.examples import DIGEST, LAYOUT, SYMBOL, cubin, kernel_facts, needs
@@ -21,7 +21,7 @@ Act = Callable[[GraphDriver, int], Any]
 
 def load(driver: GraphDriver, context: int) -> None:
     cache = ModuleCache(driver, parse=lambda _: cubin(facts=kernel_facts(max_threads=None)))
-    cache.kernel(context, DIGEST, SYMBOL, lambda: b"", needs(dynamic_shared_bytes=200000))
+    cache.kernel(KernelRequest(context, DIGEST, SYMBOL, lambda: b"", needs(dynamic_shared_bytes=200000)))
     cache.close()
 
 

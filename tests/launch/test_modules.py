@@ -40,7 +40,8 @@ def cache(driver: Driver, standin: StandIn, context: int) -> ModuleCache:
 
 def load(cache: ModuleCache, context: int, **changes: Any) -> LoadedKernel:
     given: dict[str, Any] = {"sha256": DIGEST, "symbol": SYMBOL, "read": read, "needs": needs(), **changes}
-    return cache.kernel(context, **given)
+    stream = given.pop("stream", 0)
+    return cache.kernel(KernelRequest(context, **given), stream=stream)
 
 
 def test_the_first_request_loads(cache: ModuleCache, standin: StandIn, context: int) -> None:
@@ -324,7 +325,9 @@ def test_a_real_cubin_is_gated_by_its_own_elf(driver: Driver, standin: StandIn, 
     standin.pose_as(10, 0)
     symbol = next(iter(_facts(image).kernels))
     with pytest.raises(AbiError, match=r"built for sm_90a, device 0 .* is 10.0"):
-        ModuleCache(driver).kernel(context, DIGEST, symbol, lambda: image, replace(needs(), fingerprint=None))
+        ModuleCache(driver).kernel(
+            KernelRequest(context, DIGEST, symbol, lambda: image, replace(needs(), fingerprint=None))
+        )
 
 
 def _facts(image: bytes) -> Cubin:

@@ -11,7 +11,7 @@ from cubin_runtime.errors import AbiError, UsageError
 from cubin_runtime.launch import senders
 from cubin_runtime.launch.driver import Driver, DriverCallError
 from cubin_runtime.launch.driver_errors import DriverLibraryError
-from cubin_runtime.launch.modules import LoadedKernel, ModuleCache
+from cubin_runtime.launch.modules import KernelRequest, LoadedKernel, ModuleCache
 from cubin_runtime.launch.plan import LaunchAttributes, LaunchPlan
 from cubin_runtime.launch.prepared import PreparedLaunches
 from cubin_runtime.launch.senders import Senders, senders_of
@@ -53,7 +53,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 def kernel(driver: Driver, standin: StandIn, context: int) -> LoadedKernel:
     standin.add_kernel(SYMBOL, (LAYOUT.size,))
     cache = ModuleCache(driver, parse=lambda _: cubin(facts=kernel_facts()))
-    return cache.kernel(context, DIGEST, SYMBOL, lambda: b"", needs(dynamic_shared_bytes=200000))
+    return cache.kernel(KernelRequest(context, DIGEST, SYMBOL, lambda: b"", needs(dynamic_shared_bytes=200000)))
 
 
 def prepare(
@@ -228,7 +228,7 @@ def test_a_truth_value_is_no_input(driver: Driver, standin: StandIn, context: in
     standin.add_kernel(SYMBOL, (layout.size,))
     cache = ModuleCache(driver, parse=lambda _: cubin(facts=kernel_facts((layout.size,))))
     wanted = needs(layout=layout, fingerprint=layout.fingerprint, dynamic_shared_bytes=200000)
-    loaded = cache.kernel(context, DIGEST, SYMBOL, lambda: b"", wanted)
+    loaded = cache.kernel(KernelRequest(context, DIGEST, SYMBOL, lambda: b"", wanted))
     with pytest.raises(UsageError, match="input 'on' of struct Switches is bool"):
         prepare(loaded, driver, "on", layout=layout, values={"on": True, "batch": 1})
 

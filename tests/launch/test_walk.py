@@ -15,7 +15,7 @@ from cubin_runtime.attention.fast_path.paths import Binding, Paths, add_path, ne
 from cubin_runtime.attention.fast_path.table import ArgumentTest, Kind
 from cubin_runtime.launch import accelerator
 from cubin_runtime.launch.driver import Driver, DriverCallError
-from cubin_runtime.launch.modules import ModuleCache
+from cubin_runtime.launch.modules import KernelRequest, ModuleCache
 from cubin_runtime.launch.prepared import PreparedLaunches
 from cubin_runtime.launch.senders import senders_of
 from cubin_runtime.testing import StandIn
@@ -91,7 +91,7 @@ Prepare = Callable[..., PreparedLaunches]
 def prepare(driver: Driver, standin: StandIn, context: int) -> Prepare:
     standin.add_kernel(SYMBOL, (LAYOUT.size,))
     cache = ModuleCache(driver, parse=lambda _: cubin(facts=kernel_facts()))
-    kernel = cache.kernel(context, DIGEST, SYMBOL, lambda: b"", needs(dynamic_shared_bytes=200000))
+    kernel = cache.kernel(KernelRequest(context, DIGEST, SYMBOL, lambda: b"", needs(dynamic_shared_bytes=200000)))
 
     def of(launches: int = 1) -> PreparedLaunches:
         plans = [plan(inputs={name: name for name in NAMES})] * launches

@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 from cubin_runtime.errors import UsageError, WorkspaceError
 from cubin_runtime.launch.driver import Driver, DriverCallError
 from cubin_runtime.launch.regions import Region, workspace_size
-from cubin_runtime.launch.semaphore_workspace import SemaphoreWorkspace
-from cubin_runtime.launch.workspace import Workspace
-from cubin_runtime.launch.workspace_pool import WorkspacePool
+from cubin_runtime.launch.workspace import SemaphoreWorkspace, Workspace, WorkspacePool
 from cubin_runtime.tensor import TensorView
 from cubin_runtime.testing import StandIn
 

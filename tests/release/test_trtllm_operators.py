@@ -64,7 +64,7 @@ def runtime(
     made = Runtime(config, driver=GraphDriver(standin.path), release=RELEASE_NAME, memory=memory)
     for kernel in made.native_release().kernels:
         standin.add_kernel(kernel.symbol, (kernel.struct_bytes,), kernel.threads)
-    monkeypatch.setattr("cubin_runtime.attention.process.default.runtime", made)
+    monkeypatch.setattr("cubin_runtime.attention.runtime.default.runtime", made)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "trtllm_gen_.* was built for SM")
         made.driver.set_current(made.driver.primary_context(0))

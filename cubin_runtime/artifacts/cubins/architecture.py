@@ -27,13 +27,17 @@ class Architecture:
     declared: bool = False
 
     @classmethod
+    @lru_cache(maxsize=256)
     def parse(cls, text: str, *, declared: bool = False) -> Architecture:
         """Read ``90a`` or ``sm_90a``.
 
         Raises:
             UsageError: ``text`` is not such a name.
         """
-        return _parsed(text, declared)
+        match = _TEXT.fullmatch(text)
+        if match is None:
+            raise UsageError(f"architecture {text!r}: expected a name such as 90a or sm_100f")
+        return Architecture(int(match[1]), match[2], declared)
 
     def __str__(self) -> str:
         return f"sm_{self.number}{'?' if self.suffix is None else self.suffix}"
@@ -51,11 +55,3 @@ class Architecture:
     def same_target(self, other: Architecture) -> bool:
         """Return whether both name one target, whatever stated the suffix."""
         return (self.number, self.suffix) == (other.number, other.suffix)
-
-
-@lru_cache(maxsize=256)
-def _parsed(text: str, declared: bool) -> Architecture:
-    match = _TEXT.fullmatch(text)
-    if match is None:
-        raise UsageError(f"architecture {text!r}: expected a name such as 90a or sm_100f")
-    return Architecture(int(match[1]), match[2], declared)

@@ -31,39 +31,24 @@ class _Shard:
     look_at: float = 0.0
 
 
-def fetch_objects(
-    store: Store,
-    requests: Sequence[FileRequest],
-    hire: Callable[[], WorkerPool],
-    *,
-    policy: FetchPolicy,
-    on_outcome: Callable[[Outcome], None] | None = None,
-    on_beat: Callable[[], None] | None = None,
-) -> list[Outcome]:
-    """Put every object into the store that is not there; one outcome for each object.
+class Dispatch:
+    """Puts objects into the store: takes shard after shard, hands them to the pool, collects outcomes, keeps locks
+    alive.
 
-    Other processes that want the same objects at the same time wait for this one, shard by shard, and find
-    them there; the pool starts once there is something to do. An interrupt leaves nothing half-written
-    visible. ``on_beat`` is called at least every few seconds, whatever is waited for.
-
-    Raises:
-        StoreError: the store is full or cannot be written; the rest is abandoned.
-        WorkerError: a worker process was lost; the rest is abandoned.
+    Other processes that want the same objects at the same time wait for this one, shard by shard, and find them there;
+    the pool starts once there is something to do. An interrupt leaves nothing half-written visible. ``on_beat`` is
+    called at least every few seconds, whatever is waited for.
     """
-    return _Dispatch(store, requests, hire, policy, on_outcome, on_beat).run()
-
-
-class _Dispatch:
-    """Takes shard after shard, hands objects to the pool, collects outcomes, keeps locks alive."""
 
     def __init__(
         self,
         store: Store,
         requests: Sequence[FileRequest],
         hire: Callable[[], WorkerPool],
+        *,
         policy: FetchPolicy,
-        on_outcome: Callable[[Outcome], None] | None,
-        on_beat: Callable[[], None] | None,
+        on_outcome: Callable[[Outcome], None] | None = None,
+        on_beat: Callable[[], None] | None = None,
     ) -> None:
         self._store = store
         self._hire = hire
@@ -90,6 +75,12 @@ class _Dispatch:
         return deque(_Shard(s, ShardLock(root, s, **waits), list(groups[s].values())) for s in order)
 
     def run(self) -> list[Outcome]:
+        """Put every object into the store that is not there; one outcome for each object.
+
+        Raises:
+            StoreError: the store is full or cannot be written; the rest is abandoned.
+            WorkerError: a worker process was lost; the rest is abandoned.
+        """
         try:
             while self._waiting or self._open:
                 busy = self._take_shards()

@@ -133,7 +133,7 @@ class ArtifactLoader:
             StoreError: the store is full or cannot be written.
         """
         # which a process whose store has everything does without
-        from .dispatch import fetch_objects
+        from .dispatch import Dispatch
         from .process_pool import hire
         from .worker_pool import ThreadWorkerPool
 
@@ -150,7 +150,7 @@ class ArtifactLoader:
         def pool() -> WorkerPool:
             return hire(self._sources.order(specs), threads, jobs, len(requests))
 
-        return fetch_objects(self._store, requests, pool, policy=self._policy, on_outcome=note, on_beat=beat)
+        return Dispatch(self._store, requests, pool, policy=self._policy, on_outcome=note, on_beat=beat).run()
 
 
 def _apart(error: CubinRuntimeError, outer: BaseException | None) -> CubinRuntimeError:

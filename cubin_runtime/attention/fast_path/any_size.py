@@ -23,7 +23,7 @@ from .path import CONSTANT, MISS, SLOT, TENSOR, Form, Frame, Path, PlaceFinder, 
 from .table import ArgumentTest, CallTable, InScratch, Kind
 
 if TYPE_CHECKING:
-    from ...launch.semaphore_workspace import AnyWorkspace
+    from ...launch.workspace import AnyWorkspace
 
 _MOST_SIZES = 256
 _MOST_FAMILIES = 64

@@ -6,13 +6,13 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...launch.prepared import PreparedLaunches
-from ...launch.semaphore_workspace import SemaphoreWorkspace
-from ...launch.workspace import Workspace
+from ...launch.workspace import SemaphoreWorkspace, Workspace
 from ...provenance import ArgumentAddress, ArgumentNumber
 from ...tensor import TensorView
+from ..runtime import Runtime
 from .guards import GuardedTensor, KnownForms, guarded
 from .notes import Notes
-from .options import Signature, is_immutable, is_runtime
+from .options import Signature, is_immutable
 from .path import Path, PlaceFinder
 from .table import (
     Address,
@@ -29,7 +29,7 @@ from .table import (
 )
 
 if TYPE_CHECKING:
-    from ...launch.semaphore_workspace import AnyWorkspace
+    from ...launch.workspace import AnyWorkspace
 
 _ALIGNED, _PLACED = 15, 255  # bits of an address that count: of a tensor, of memory that regions are placed in
 _MOST = (1 << 63) - 1
@@ -151,7 +151,7 @@ class PathBuilder:
             self.tests.append(ArgumentTest(Kind.IDENTICAL, slot, value))
         elif type(value) in _NUMBERS:
             self.tests.append(ArgumentTest(Kind.EQUAL, slot, value))
-        elif is_runtime(value):
+        elif isinstance(value, Runtime):
             # It is the one that keeps the path, which would be a reference cycle with it.
             self.tests.append(ArgumentTest(Kind.OF_TYPE, slot, type(value)))
         else:

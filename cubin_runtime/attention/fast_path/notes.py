@@ -96,14 +96,24 @@ class Made(NamedTuple):
 
 
 class Notes:
-    """The notes of one call; ``call`` is its number in ``provenance``."""
+    """The notes of one call, which are taken of what a thread does ``with`` them: but for what a call does that
+    interrupts it and takes its own. ``call`` is its number in ``provenance``."""
 
-    def __init__(self, call: int) -> None:
-        self.call = call
+    def __init__(self) -> None:
         self.launched: list[Launched] = []
         self.new_tensors: list[Made] = []
         self.compared: list[tuple[int, int]] = []
         self.repeatable = True
+
+    def __enter__(self) -> Notes:
+        self._interrupted, self._traced = _active.notes, traced_call()
+        self.call = self._traced.__enter__()
+        _active.notes = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _active.notes = self._interrupted
+        self._traced.__exit__()
 
     @property
     def single(self) -> Launched | None:
@@ -116,19 +126,6 @@ class _Active(threading.local):
 
 
 _active = _Active()
-
-
-class taking_notes:  # used as a statement
-    """Take notes of what this thread does inside, but for what a call does that interrupts it and takes its own."""
-
-    def __enter__(self) -> Notes:
-        self._interrupted, self._traced = _active.notes, traced_call()
-        _active.notes = notes = Notes(self._traced.__enter__())
-        return notes
-
-    def __exit__(self, *_: object) -> None:
-        _active.notes = self._interrupted
-        self._traced.__exit__()
 
 
 def note_launch(launched: Launched) -> None:

@@ -16,11 +16,11 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 
 from ...provenance import number_of
 from ..former_names import renamed_options
-from ..process import default, runtime_of
+from ..runtime import Runtime, default, runtime_of
 from ..torch_ops import TorchOp, is_intercepted
 from .any_size import any_size_path, is_second
 from .build import new_path
-from .notes import FastPaths, Notes, taking_notes
+from .notes import FastPaths, Notes
 from .options import Signature, note_use
 from .path import MISS
 from .paths import Binding, Paths, add_path, new_paths
@@ -37,7 +37,6 @@ class _State:
 
     suspended = 0
     compiling: Callable[[], bool]
-    runtime_type: type = type(None)  # that of runtimes, once there is one: an import in each call would take longer
 
 
 def _compiling() -> bool:
@@ -170,7 +169,7 @@ def operator_function(
                 holder = arguments[0]
             else:
                 named = options.get("runtime")
-                holder = named if type(named) is _state.runtime_type else default.runtime
+                holder = named if isinstance(named, Runtime) else default.runtime
             if holder is not None and not _state.suspended:
                 result = MISS
                 if any_size and number in holder.family_paths:  # ahead of paths that would each miss another size
@@ -227,17 +226,13 @@ class _Operator:
 
     def call(self, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
         """The full path, from whose notes a path is built for calls like one that is made again and again."""
-        if self.is_method:
-            holder = arguments[0]
-        else:
-            holder = runtime_of(options.get("runtime"))
-            _state.runtime_type = type(holder)
+        holder = arguments[0] if self.is_method else runtime_of(options.get("runtime"))
         values = self.bound(arguments, options)
         if self.op is not None and is_intercepted(list(values.values())):
             return self.op.call(values)
         if _state.suspended:
             return self._full(**values)
-        with taking_notes() as notes:
+        with Notes() as notes:
             scales = {
                 name: number_of(name, values[name]) for name in self._signature.scales if type(values[name]) is float
             }

@@ -35,13 +35,6 @@ def is_immutable(value: Any) -> bool:
     return isinstance(value, TorchScratch) or (torch is not None and isinstance(value, torch.dtype))
 
 
-def is_runtime(value: Any) -> bool:
-    """Return whether an argument is a runtime."""
-    from ..runtime import Runtime
-
-    return isinstance(value, Runtime)
-
-
 def note_use(arguments: Mapping[str, Any], notes: Notes) -> None:
     """Tell torch's allocator of a call's tensors where the call named a stream that is not the current one."""
     stream, launched = arguments.get("stream"), notes.launched[0] if notes.launched else None

@@ -29,7 +29,7 @@ from .table import (
 )
 
 if TYPE_CHECKING:
-    from ...launch.buffers import EagerClaim
+    from ...launch.workspace import EagerClaim
 
 
 class AnyPath(Protocol):

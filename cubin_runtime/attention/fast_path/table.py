@@ -14,7 +14,7 @@ from operator import itemgetter, or_
 from typing import Any, NamedTuple
 
 from ...values import dataclass
-from ..scales import MAX_SCALE
+from ..checks import MAX_SCALE
 from .guards import KnownForms
 
 

@@ -16,7 +16,7 @@ from ...kernels.native.append.select import AppendSelection, AppendShape, select
 from ...kernels.native.constants import CONSTANTS
 from ...kernels.native.launches import NativeLaunch
 from ...launch.driver import DeviceFacts
-from ...launch.semaphore_workspace import AnyWorkspace
+from ...launch.workspace import AnyWorkspace
 from ...tensor import TensorView
 from ...values import dataclass
 from ..backends import AUTO

@@ -19,7 +19,7 @@ from ...kernels.native.prefill.select import (
     select_context_attention,
 )
 from ...launch.driver import DeviceFacts
-from ...launch.semaphore_workspace import AnyWorkspace
+from ...launch.workspace import AnyWorkspace
 from ...tensor import TensorView
 from ...values import dataclass
 from ..attention_operator import (
@@ -34,7 +34,7 @@ from ..attention_operator import (
 )
 from ..backends import AUTO
 from ..call_sizes import MOST, CallSizes, Explained
-from ..checks import check_lse_base, check_shape, check_window, integer, listed, token_stride
+from ..checks import check_lse_base, check_shape, check_window, float32_number, listed, token_stride
 from ..fast_path.operator_function import operator_function
 from ..operator import LENGTHS, Given, OutputForm, TensorArg, shape_of
 from ..paged_cache import (
@@ -51,7 +51,6 @@ from ..paged_cache import (
 )
 from ..pipeline import plan_call, run_call, torch_op
 from ..runtime import NativeRelease, Runtime
-from ..scales import float32_number
 from ..step_plan import StepPlan
 
 if TYPE_CHECKING:
@@ -163,7 +162,7 @@ def _check_queries(call: AttentionCall) -> None:
         check_query_sums(call.tensors["q_cu_seq_lens"])
         if len(shape) != 3:
             raise UsageError(f"shape {shape} with q_cu_seq_lens, expected [tokens, q_heads, head_dim]", argument="q")
-        if bound is not None and not 1 <= integer("max_q_len", bound) <= _MOST:
+        if bound is not None and not 1 <= bound <= _MOST:
             raise UsageError(f"expected 1 to {_MOST}", argument="max_q_len", value=bound)
     elif len(shape) != 4:
         raise UsageError(
@@ -228,7 +227,7 @@ def _check_shapes(call: AttentionCall) -> None:
 
 def _check_options(call: AttentionCall) -> None:
     options = call.options
-    bound, most = integer("max_seq_len", options.max_seq_len), min(_capacity(call), _MOST)
+    bound, most = options.max_seq_len, min(_capacity(call), _MOST)
     if not 0 <= bound <= most:
         raise UsageError(
             f"expected 0 to {most}, the maximum number of keys of a request", argument="max_seq_len", value=bound

@@ -17,7 +17,7 @@ from ...kernels.native.draft_mask.plan import DraftMaskProblem, draft_mask_launc
 from ...kernels.native.draft_mask.select import DraftMaskSelection, DraftMaskShape, select_draft_mask
 from ...kernels.native.launches import NativeLaunch
 from ...launch.driver import DeviceFacts
-from ...launch.semaphore_workspace import AnyWorkspace
+from ...launch.workspace import AnyWorkspace
 from ...values import dataclass
 from ..backends import AUTO
 from ..call_sizes import MOST, CallSizes, Explained

@@ -15,7 +15,7 @@ from ...kernels.native.launches import NativeLaunch
 from ...kernels.native.merge.plan import MergeProblem, merge_launch
 from ...kernels.native.merge.select import MergeSelection, MergeShape, select_merge
 from ...launch.driver import DeviceFacts
-from ...launch.semaphore_workspace import AnyWorkspace
+from ...launch.workspace import AnyWorkspace
 from ...tensor import TensorView
 from ...values import dataclass
 from ..backends import AUTO

@@ -18,7 +18,7 @@ from ...kernels.native.mla.select import (
     select_mla_decode,
 )
 from ...launch.driver import DeviceFacts
-from ...launch.semaphore_workspace import AnyWorkspace
+from ...launch.workspace import AnyWorkspace
 from ...tensor import TensorView
 from ..attention_operator import SCALES, AttentionCall, AttentionOperator
 from ..backends import AUTO

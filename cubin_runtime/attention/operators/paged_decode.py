@@ -11,7 +11,7 @@ from ...errors import UsageError
 from ...kernels.native.decode.shape import MAX_QUERIES, DecodeShape
 from ...kernels.native.launches import NativeLaunch
 from ...launch.driver import DeviceFacts
-from ...launch.semaphore_workspace import AnyWorkspace
+from ...launch.workspace import AnyWorkspace
 from ...values import dataclass
 from ..attention_operator import SCALES, AttentionCall, AttentionOperator, default_scale
 from ..backends import AUTO

@@ -19,7 +19,7 @@ from ...kernels.native.sparse_mla.select import (
     select_sparse_mla,
 )
 from ...launch.driver import DeviceFacts
-from ...launch.semaphore_workspace import AnyWorkspace
+from ...launch.workspace import AnyWorkspace
 from ...tensor import TensorView
 from ...values import dataclass
 from ..attention_operator import SCALE_TENSORS, SCALES, check_scale_shapes

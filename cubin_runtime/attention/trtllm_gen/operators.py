@@ -16,8 +16,7 @@ from ...tensor import TensorView, view_of
 from ..backends import AUTO, TRTLLM_GEN, resolve_backend
 from ..fast_path.notes import Launched, note_launch
 from ..hook import Run, installed
-from ..process import default_runtime
-from ..runtime import Runtime
+from ..runtime import Runtime, default_runtime
 from ..torch_ops import TorchScratch, torch_bytes
 from .checks import (
     check_call,

@@ -11,7 +11,7 @@ from ...kernels.trtllm_gen.arithmetic import INT32_MAX
 from ...kernels.trtllm_gen.call import Call
 from ...kernels.trtllm_gen.calls import ContextCall, DecodeCall, RaggedCall
 from ...tensor import TensorView
-from ..plan_cache import shared_bounds
+from ..runtime import shared_bounds
 
 CallT = TypeVar("CallT", bound=Call)
 _FORM_FIELDS: Mapping[type[Call], tuple[str, ...]] = {

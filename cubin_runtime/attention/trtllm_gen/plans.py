@@ -32,23 +32,19 @@ class AttentionPlan:
     """The launches for calls with the same shapes and dtypes: kernels, grids, parameters. Made by ``operators.plan``.
 
     It holds no tensor, workspace or stream; each run binds those. A run allocates nothing, waits for nothing, and after
-    ``operators.preload`` loads nothing, so that it may be captured. Safe between threads.
+    ``operators.preload`` loads nothing, so that it may be captured. Safe between threads. ``runtime`` is the one that
+    it was planned with.
     """
 
     def __init__(self, runtime: PlanRuntime, call: Call, device: int) -> None:
         facts = runtime.driver.device(device)
         self.device = Device(facts.capability[0] * 10 + facts.capability[1], facts.multiprocessors)
-        self._runtime = runtime
+        self.runtime = runtime
         self._ordinal = device
         self._release = runtime.trtllm_gen_release()
         self.decision = self._decide(call)
         self._followers = tuple(self._kernel_for(launch) for launch in self.decision.following)
         self._prepared: dict[int, PreparedLaunches] = {}
-
-    @property
-    def runtime(self) -> PlanRuntime:
-        """The call that it was planned with."""
-        return self._runtime
 
     @property
     def kernel(self) -> str:
@@ -67,7 +63,7 @@ class AttentionPlan:
 
     def launch_plans(self) -> tuple[LaunchPlan, ...]:
         """The launches as values: the main one, then reduction and LSE if there are any; with planning's addresses."""
-        main, native_release = self.decision.launch_plan(self._release.pin.path), self._runtime.native_release
+        main, native_release = self.decision.launch_plan(self._release.pin.path), self.runtime.native_release
         followers = zip(self.decision.following, self._followers, strict=True)
         return (main, *(launch.launch_plan(kernel, native_release().file_of(kernel)) for launch, kernel in followers))
 
@@ -97,12 +93,12 @@ class AttentionPlan:
                 f"workspace of {nbytes} bytes at {address:#x}: {self.kernel} needs {needed} bytes there, "
                 f"{self.workspace_bytes} anywhere"
             )
-        context = self._runtime.driver.context_on(self._ordinal)
+        context = self.runtime.driver.context_on(self._ordinal)
         prepared = self._prepared.get(context) or self._prepare(context, stream)
         try:
             prepared.run(stream, *bindings)
         except OtherContextError:
-            context = self._runtime.driver.context_of(stream, self._ordinal)
+            context = self.runtime.driver.context_of(stream, self._ordinal)
             prepared = self._prepared.get(context) or self._prepare(context, stream)
             prepared.run(stream, *bindings)
         return Launched(
@@ -112,15 +108,15 @@ class AttentionPlan:
             numbers=NUMBERS if bindings.scratch else (*NUMBERS, "partial_out"),
             context=context,
             device=self._ordinal,
-            memory=self._runtime.memory,
+            memory=self.runtime.memory,
             bounds=bounds_of(call),
         )
 
     def requests(self, context: int) -> tuple[KernelRequest, ...]:
         """The kernels that a run loads."""
         wide = self.decision.attributes.nonportable_cluster
-        main = self._runtime.trtllm_gen_request(self.decision.meta, context, nonportable_cluster=wide)
-        return (main, *(self._runtime.request(kernel, context) for kernel in self._followers))
+        main = self.runtime.trtllm_gen_request(self.decision.meta, context, nonportable_cluster=wide)
+        return (main, *(self.runtime.request(kernel, context) for kernel in self._followers))
 
     def _decide(self, call: Call) -> Decision:
         problem = call.problem(self.device, (_ADDRESS, _BOUNDLESS), 0)
@@ -130,10 +126,10 @@ class AttentionPlan:
         """Asks the driver how many clusters the device holds at once, which loads the kernel."""
 
         def ask(meta: KernelMeta, cluster: int, grid: tuple[int, int, int]) -> int:
-            driver = self._runtime.driver
+            driver = self.runtime.driver
             context = driver.context_on(self._ordinal)
             wide = cluster > LARGEST_PORTABLE_CLUSTER
-            kernel = self._runtime.load_trtllm_gen(meta, context, nonportable_cluster=wide)
+            kernel = self.runtime.load_trtllm_gen(meta, context, nonportable_cluster=wide)
             attributes = LaunchAttributes(cluster=(cluster, 1, 1), scheduling_policy=1, nonportable_cluster=wide)
             config = launch_config(grid, (meta.threads, 1, 1), meta.shared_bytes, attributes)
             with driver.using(context):
@@ -142,7 +138,7 @@ class AttentionPlan:
         return ask
 
     def _kernel_for(self, launch: OperationLaunch) -> NativeKernel:
-        kernel = choose_kernel(self._runtime.native_release().kernels, launch.operation, launch.traits, self.device.sm)
+        kernel = choose_kernel(self.runtime.native_release().kernels, launch.operation, launch.traits, self.device.sm)
         if kernel.status != MEASURED:
             warnings.warn(
                 f"{kernel.name} runs after {self.kernel}: it was built for SM {self.device.sm} but never run there",
@@ -151,7 +147,7 @@ class AttentionPlan:
         return kernel
 
     def _prepare(self, context: int, stream: int) -> PreparedLaunches:
-        runtime, wide = self._runtime, self.decision.attributes.nonportable_cluster
+        runtime, wide = self.runtime, self.decision.attributes.nonportable_cluster
         runtime.check_process()
         main = runtime.load_trtllm_gen(self.decision.meta, context, stream, nonportable_cluster=wide)
         launches = PreparedLaunches(

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...attention.fast_path.operator_function import is_compiling
-from ...attention.process import default_runtime
+from ...attention.runtime import default_runtime
 from ...errors import UsageError
 from ...tensor import view_of
 from ..shapes import is_torch, shape_of

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ...attention.backends import find_backend
 from ...attention.checks import OptionCheck, option_checks, shown
-from ...attention.process import default_runtime
-from ...attention.runtime import Runtime
+from ...attention.runtime import Runtime, default_runtime
 from ...attention.trtllm_gen.checks import check_device
 from ...errors import UsageError
 from ...tensor import TensorView, view_of

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ...attention.operators.merge_states import merge_states as merge_operator
-from ...attention.process import default_runtime
+from ...attention.runtime import default_runtime
 from ...errors import UsageError, WorkspaceError
 from ..renaming import renamed
 from ..shapes import is_torch, shape_of

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ...attention.backends import NATIVE
+from ...attention.checks import ScaleProduct
 from ...attention.fast_path.operator_function import full_path
-from ...attention.scales import ScaleProduct
 from ...errors import UsageError, WorkspaceError
 from ...tensor import TensorView, view_of
 from ..renaming import renamed

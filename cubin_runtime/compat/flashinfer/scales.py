@@ -6,9 +6,9 @@ import math
 from numbers import Real
 from typing import Any
 
+from ...attention.checks import ScaleProduct, float32_number
 from ...attention.paged_cache import E4M3
 from ...attention.runtime import Runtime
-from ...attention.scales import ScaleProduct, float32_number
 from ...attention.trtllm_gen import Scale
 from ...attention.trtllm_gen.checks import scale_of
 from ...errors import UsageError

@@ -15,8 +15,7 @@ from ...attention.trtllm_gen.checks import check_device
 from ...dtypes import ITEM_BYTES
 from ...errors import UsageError, WorkspaceError
 from ...launch.regions import REGION_ALIGNMENT
-from ...launch.semaphore_workspace import SemaphoreWorkspace
-from ...launch.workspace import Workspace
+from ...launch.workspace import SemaphoreWorkspace, Workspace
 from ...tensor import view_of
 from ...values import dataclass
 from .arguments import Arguments, XqaArguments

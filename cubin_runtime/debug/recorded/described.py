@@ -66,7 +66,7 @@ def _native_form(run: Run) -> CallForm:
     for arg, spec, address in zip(plan.operator.tensors, plan.specs, run.call, strict=True):
         if spec is None:
             continue
-        views[arg.name] = TensorView(address, spec.dtype, spec.shape, spec.strides, spec.device)
+        views[arg.name] = TensorView(address, *spec)
         if arg.resident:
             resident.add(arg.name)
         elif arg.written:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any
 
+from ...attention.operators.context_attention import CONTEXT_ATTENTION, ContextAttentionPlan
+from ...attention.operators.mla_decode import MLA_DECODE, MlaDecodePlan
+from ...attention.operators.paged_decode import PAGED_DECODE, PagedDecodePlan
+from ...attention.pipeline import plan_call
 from ...attention.runtime import Runtime
 from ...errors import UsageError
 from ...launch.driver import Driver
@@ -15,6 +19,15 @@ from .call import RecordedCall, RecordedTensor
 from .described import TRTLLM_GEN
 from .snapshot import page_of, read_elements, span_of, write_elements
 
+_OPERATORS: Mapping[str, tuple[Any, Any]] = {
+    operator.name: (operator, plan_class)
+    for operator, plan_class in (
+        (PAGED_DECODE, PagedDecodePlan),
+        (MLA_DECODE, MlaDecodePlan),
+        (CONTEXT_ATTENTION, ContextAttentionPlan),
+    )
+}
+_LATENT_CACHES = ("kv_cache", "v_cache")
 _ALIGNMENT = 1024  # bytes of alignment that addresses keep
 _POISON = 0xFF  # NaN in all float dtypes
 
@@ -36,7 +49,7 @@ def run_again(call: RecordedCall, runtime: Runtime, device: int) -> dict[str, Re
     if not reruns(call.operator):
         operators = ", ".join((*_OPERATORS, *_trtllm_gen_kinds()))
         raise UsageError(f"operator {call.operator!r}: expected one of {operators}")
-    run = _OPERATORS.get(call.operator, _run_trtllm_gen)
+    run = _run_native if call.operator in _OPERATORS else _run_trtllm_gen
     driver = runtime.driver
     with driver.using(driver.context_on(device)), _memory(call, driver, device) as views:
         run(call, views, runtime)
@@ -97,36 +110,11 @@ def _write(driver: Driver, view: TensorView, tensor: RecordedTensor, pages: tupl
         write_elements(driver, page_of(view, page), tensor.data[number * size : (number + 1) * size])
 
 
-def _run_paged_decode(call: RecordedCall, views: Mapping[str, TensorView], runtime: Runtime) -> None:
-    from ...attention.operators.paged_decode import PAGED_DECODE, PagedDecodePlan
-
-    _run_native(call, views, runtime, PAGED_DECODE, PagedDecodePlan)
-
-
-def _run_mla_decode(call: RecordedCall, views: Mapping[str, TensorView], runtime: Runtime) -> None:
-    from ...attention.operators.mla_decode import MLA_DECODE, MlaDecodePlan
-
-    caches = {name: view for name, view in views.items() if name in ("kv_cache", "v_cache")}
-    for name, cache in caches.items():
-        if len(cache.shape) != 4:
-            raise UsageError(f"{name}: shape {cache.shape}, expected [pages, page_size, 1, width]")
-        shape, strides = (*cache.shape[:2], cache.shape[3]), (*cache.strides[:2], cache.strides[3])
-        caches[name] = replace(cache, shape=shape, strides=strides)
-    _run_native(call, {**views, **caches}, runtime, MLA_DECODE, MlaDecodePlan)
-
-
-def _run_context_attention(call: RecordedCall, views: Mapping[str, TensorView], runtime: Runtime) -> None:
-    from ...attention.operators.context_attention import CONTEXT_ATTENTION, ContextAttentionPlan
-
-    _run_native(call, views, runtime, CONTEXT_ATTENTION, ContextAttentionPlan)
-
-
-def _run_native(
-    call: RecordedCall, views: Mapping[str, TensorView], runtime: Runtime, operator: Any, plan_class: Any
-) -> None:
+def _run_native(call: RecordedCall, views: Mapping[str, TensorView], runtime: Runtime) -> None:
     """Plan for the bound that was planned for, then run with that of the call."""
-    from ...attention.pipeline import plan_call
-
+    operator, plan_class = _OPERATORS[call.operator]
+    if operator is MLA_DECODE:
+        views = {name: _without_head(view, name) if name in _LATENT_CACHES else view for name, view in views.items()}
     names = [arg.name for arg in operator.tensors]
     options: dict[str, Any] = dict(call.options)
     scales = {name: views.get(name, options[name]) for name in ("softmax_scale", "output_scale")}
@@ -186,8 +174,9 @@ def _run_trtllm_gen(call: RecordedCall, views: Mapping[str, TensorView], runtime
             driver.free(address)
 
 
-_OPERATORS: Mapping[str, Callable[[RecordedCall, Mapping[str, TensorView], Runtime], None]] = {
-    "paged_decode": _run_paged_decode,
-    "mla_decode": _run_mla_decode,
-    "context_attention": _run_context_attention,
-}
+def _without_head(cache: TensorView, name: str) -> TensorView:
+    """A latent cache of the recorded form, ``[pages, page_size, 1, width]``, as its operator takes it."""
+    if len(cache.shape) != 4:
+        raise UsageError(f"{name}: shape {cache.shape}, expected [pages, page_size, 1, width]")
+    shape, strides = ((*of[:2], of[3]) for of in (cache.shape, cache.strides))
+    return replace(cache, shape=shape, strides=strides)

@@ -38,8 +38,7 @@ def traced(run: Run) -> TracedCall | str:
 def _call_of(plan: OperatorPlan, run: Run) -> Any:
     """The call: the plan's tensors where the run has them, and its options with the run's numbers."""
     views = [
-        None if spec is None else TensorView(address, spec.dtype, spec.shape, spec.strides, spec.device)
-        for spec, address in zip(plan.specs, run.call, strict=True)
+        None if spec is None else TensorView(address, *spec) for spec, address in zip(plan.specs, run.call, strict=True)
     ]
     operator = plan.operator
     return operator.call(CallTensors(operator.tensors, views), operator.options_of_run(plan.options, run.numbers))

@@ -65,44 +65,33 @@ def attend_even(
     return attend_cache(Queries(q, None, None, q.shape[0]), Cache(k, v, None, length), None, options)[0]
 
 
-def attend_cached(q: Any, k: Any, v: Any, *, cache_seqlens: Any, block_table: Any = None, **options: Any) -> Any:
-    """Attention over the first ``cache_seqlens`` int32 ``[batch]`` keys of a cache, in pages with a table."""
-    columns = 1 if block_table is None else block_table.shape[1]
-    if q.shape[1] == 1 and _is_decoded(q, k, v, block_table, **options):
-        return _decode_one(q, k, v, block_table, cache_seqlens, columns * k.shape[1], **options)
-    cache = Cache(k, v, block_table, columns * k.shape[1])
-    queries = Queries(q, None, None, q.shape[0])
-    return attend_cache(queries, cache, cache_seqlens, _flash_options(_CACHED, **options))[0]
-
-
-def _is_decoded(q: Any, k: Any, v: Any, block_table: Any, *, softcap: float = 0.0, **_: Any) -> bool:
-    """Return whether ``attend_cache`` would decode one token of each request."""
-    (batch, _, heads, head_dim), (requests, _, kv_heads, _) = q.shape, k.shape
-    of_pages = block_table is not None or requests == batch
-    return not softcap and of_pages and has_decode_kernel(heads, kv_heads, head_dim, v.shape[3])
-
-
-def _decode_one(
+def attend_cached(
     q: Any,
     k: Any,
     v: Any,
-    block_table: Any,
-    lengths: Any,
-    bound: int,
     *,
+    cache_seqlens: Any,
+    block_table: Any = None,
     softmax_scale: float | None = None,
+    causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
     s_aux: Any = None,
-    **_: Any,
 ) -> Any:
-    """``attend_cache`` for one token of each request, without its checks."""
-    try:
+    """Attention over the first ``cache_seqlens`` int32 ``[batch]`` keys of a cache, in pages with a table."""
+    bound = k.shape[1] * (1 if block_table is None else block_table.shape[1])
+    (batch, q_len, heads, head_dim), (requests, _, kv_heads, _) = q.shape, k.shape
+    of_pages = block_table is not None or requests == batch
+    if q_len > 1 or softcap or not of_pages or not has_decode_kernel(heads, kv_heads, head_dim, v.shape[3]):
+        options = _flash_options(_CACHED, softmax_scale, causal, window_size, softcap, s_aux)
+        return attend_cache(Queries(q, None, None, batch), Cache(k, v, block_table, bound), cache_seqlens, options)[0]
+    try:  # one token of each request, which it would decode too, behind its checks
         return paged_decode(
             q,
             k,
             v,
-            numbers(q, q.shape[0]) if block_table is None else block_table,
-            lengths,
+            numbers(q, batch) if block_table is None else block_table,
+            cache_seqlens,
             max_seq_len=bound,
             softmax_scale=softmax_scale,
             window_left=max(-1, window_size[0]),

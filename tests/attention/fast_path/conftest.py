@@ -70,7 +70,7 @@ def runtime(
     made = Runtime(config, driver=GraphDriver(standin.path), release=NATIVE, trtllm_release=PUBLISHED, memory=memory)
     for kernel in made.native_release().kernels:
         standin.add_kernel(kernel.symbol, (kernel.struct_bytes,), kernel.threads)
-    monkeypatch.setattr("cubin_runtime.attention.process.default.runtime", made)
+    monkeypatch.setattr("cubin_runtime.attention.runtime.default.runtime", made)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         made.driver.set_current(made.driver.primary_context(0))
@@ -85,11 +85,11 @@ def caller(runtime: Runtime, standin: StandIn, memory: NotingMemory) -> Caller:
 
 @pytest.fixture
 def full_paths(monkeypatch: pytest.MonkeyPatch) -> FullPaths:
-    counted, original = FullPaths(), operator_function_module.taking_notes
+    counted, original = FullPaths(), operator_function_module.Notes
 
-    def taking_notes() -> Any:
+    def notes() -> Any:
         counted.count += 1
         return original()
 
-    monkeypatch.setattr(operator_function_module, "taking_notes", taking_notes)
+    monkeypatch.setattr(operator_function_module, "Notes", notes)
     return counted

@@ -10,7 +10,7 @@ import pytest
 
 from cubin_runtime.attention.fast_path import any_size, operator_function
 from cubin_runtime.attention.operator_plan import OperatorPlan
-from cubin_runtime.attention.plan_cache import PlanCache
+from cubin_runtime.attention.runtime import PlanCache
 from cubin_runtime.testing import StandIn
 from tests.attention.any_size_calls import BUFFERS, OPERATORS, calls_of
 from tests.attention.fast_path_calls import Call, Caller, FullPaths, others_of
@@ -129,9 +129,7 @@ def test_a_plan_that_the_runtime_dropped_is_made_again(
     outcomes = [caller.outcome(call) for call in calls]
     gc.collect()
     assert (
-        len(
-            [plan for plan in gc.get_objects() if isinstance(plan, OperatorPlan) and plan._runtime is runtime.for_plans]
-        )
+        len([plan for plan in gc.get_objects() if isinstance(plan, OperatorPlan) and plan.runtime is runtime.for_plans])
         <= 6
     )
     assert [caller.outcome(call) for call in calls] == outcomes

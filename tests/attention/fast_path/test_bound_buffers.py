@@ -9,7 +9,7 @@ import pytest
 
 from cubin_runtime.attention import TensorView, plan_paged_decode
 from cubin_runtime.errors import WorkspaceError
-from cubin_runtime.launch.semaphore_workspace import SemaphoreWorkspace
+from cubin_runtime.launch.workspace import SemaphoreWorkspace
 from tests.attention.fast_path_calls import ON_SM90, Call, Caller
 
 CACHES = ("k_cache", "v_cache")

@@ -14,8 +14,7 @@ import pytest
 from cubin_runtime.attention import Runtime, paged_decode
 from cubin_runtime.debug.tracing import Recorder
 from cubin_runtime.errors import UsageError, WorkspaceError
-from cubin_runtime.launch.semaphore_workspace import SemaphoreWorkspace
-from cubin_runtime.launch.workspace import Workspace
+from cubin_runtime.launch.workspace import SemaphoreWorkspace, Workspace
 from cubin_runtime.testing import StandIn
 from tests.attention.fast_path_calls import ON_SM90, Call, Caller, FullPaths
 

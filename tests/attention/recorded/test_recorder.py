@@ -143,7 +143,7 @@ def test_a_closed_step_stays_closed(runtime: Runtime, tensors: Tensors, tmp_path
 def test_flashinfers_names_are_written_as_what_they_stand_on(
     runtime: Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cubin_runtime.attention.process.default.runtime", runtime)
+    monkeypatch.setattr("cubin_runtime.attention.runtime.default.runtime", runtime)
     memory = MadeUpMemory()
     monkeypatch.setattr(runtime.driver, "read", lambda address, size: bytes(size))
     with CallRecorder(tmp_path) as recorder:

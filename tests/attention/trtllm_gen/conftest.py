@@ -58,7 +58,7 @@ def runtime(
     made = Runtime(both_releases, driver=driver, release=NATIVE, trtllm_release=PUBLISHED, memory=memory)
     for kernel in made.native_release().kernels:
         standin.add_kernel(kernel.symbol, (kernel.struct_bytes,), kernel.threads)
-    monkeypatch.setattr("cubin_runtime.attention.process.default.runtime", made)
+    monkeypatch.setattr("cubin_runtime.attention.runtime.default.runtime", made)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "trtllm_gen_.* was built for SM")
         driver.set_current(driver.primary_context(0))
