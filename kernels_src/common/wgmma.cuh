@@ -68,9 +68,6 @@ DEVICE void tma_load_3d(uint32_t destination, const void* map, uint32_t barrier,
         : "memory");
 }
 
-// Warp-uniform in a way that the compiler recognises, so that operands of products are in uniform registers.
-DEVICE uint32_t warp_uniform(uint32_t value) { return __shfl_sync(~0u, value, 0); }
-
 // Elects one thread of a full warp in a way that the compiler recognises, so that TMA operands need no loop over
 // threads.
 DEVICE bool elect_one() {

@@ -52,6 +52,9 @@ constexpr int MERGE_BYTES = MLA_MAX_SPLITS * 16 * sizeof(float);
 constexpr float LOWEST = -1e30f;
 constexpr float MAXIMUM_SLACK = 8.f;  // base-2 exponent by which a score may exceed the row maximum in use
 
+// Warp-uniform in a way that the compiler recognises, so that operands of products are in uniform registers.
+DEVICE uint32_t warp_uniform(uint32_t value) { return __shfl_sync(~0u, value, 0); }
+
 DEVICE void wait_barrier(uint64_t& barrier, uint32_t phase) { mbarrier_wait(shared_address(&barrier), phase); }
 
 // ---------------------------------------------------------------- work tiles

@@ -20,11 +20,22 @@ def arguments(tmp_path: Path) -> list[str]:
     return [*explain_arguments(tmp_path, (*HOPPER, *KERNELS)), "--backend", "native", "--op", "sparse_mla"]
 
 
-def test_it_tells_rows_groups_and_splits(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+def test_it_tells_rows_clusters_and_splits(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
     sizes = ["--batch", 64, "--kv-len", 2048, "--heads-q", 32, "--head-dim", 576, "--dtype-kv", "e4m3"]
+    out = run(capsys, *arguments, *sizes)
+    assert "sparse_mla_decode_scaled_e4m3_latent512_rows32_sm90a\n" in out
+    assert "64 of 2 CTAs, each with output tiles of its own\n" in out
+    assert [line.split() for line in out.splitlines() if line.startswith(("rows", "splits"))] == [
+        ["rows", "32", "in", "1", "x", "32"],
+        ["splits", "2"],
+    ]
+
+
+def test_it_tells_rows_groups_and_splits(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    sizes = ["--batch", 64, "--kv-len", 2048, "--heads-q", 64, "--head-dim", 576, "--dtype-kv", "e4m3"]
     out = run(capsys, *arguments, *sizes, "--candidates")
-    assert "kernel  sparse_mla_decode_scaled_e4m3_latent512_rows32_sm90a\n" in out
-    assert "one CTA per row tile of a token\nrows    32 in 1 x 32\n" in out
+    assert "kernel  sparse_mla_decode_scaled_e4m3_latent512_rows64_sm90a\n" in out
+    assert "one CTA per row tile of a token\nrows    64 in 1 x 64\n" in out
     assert "splits  stream-K over all output tiles" in out
     assert "sparse_mla_decode_bf16_latent512_sm90a\tcache_rows is bf16\n" in out
 

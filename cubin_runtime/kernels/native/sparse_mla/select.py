@@ -70,7 +70,7 @@ class SparseMlaSelection(Selection):
             clusters = (
                 f"{self.ctas // self.cluster_size} of {self.cluster_size} CTAs, each with output tiles of its own"
             )
-            return ("clusters", clusters), rows, ("parts of a list", self.splits or self.cluster_size)
+            return ("clusters", clusters), rows, ("splits", self.splits or self.cluster_size)
         groups = f"{self.ctas // self.cta_group_size} of {self.cta_group_size} CTAs, one CTA per row tile of a token"
         return ("groups", groups), rows, ("splits", self.splits or "stream-K over all output tiles")
 
