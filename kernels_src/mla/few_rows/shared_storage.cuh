@@ -9,7 +9,7 @@ namespace paged_mla_decode {
 
 static_assert((ROWS == 16 || (ROWS == 32 && SCALED)) && TILE_TOKENS == 64, "16 keys of each QK warp");
 #if SPARSE
-constexpr bool QUERIES_IN_STAGE = !SCALED;  // of the pipeline, on their way to registers; otherwise in memory of their own
+constexpr bool QUERIES_IN_STAGE = !SCALED;  // of the pipeline, on their way to registers; else in memory of their own
 constexpr int STAGES_OF_TILE = 2;  // with half of its keys each
 // Of so many QK warps, each multiplies its share of the columns and has its eight of the rows afterwards. Scaled keys are
 // multiplied by a warpgroup, all columns.

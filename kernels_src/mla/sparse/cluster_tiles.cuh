@@ -270,7 +270,8 @@ DEVICE void merge_groups(const Params& p, const WorkTile& work, int warp, int ha
             const float4 a = from.sums[rank * own + i][lane], b = from.sums[(rank + 1) * own + i][lane];
             const float4 low = statistics_of(rank), high = statistics_of(rank + 1);
             const PairWeights first(low.x, high.x), second(low.z, high.z);
-            const float weight[2] = {exp2_approximate(first.maximum - top[0]), exp2_approximate(second.maximum - top[1])};
+            const float weight[2] = {exp2_approximate(first.maximum - top[0]),
+                                     exp2_approximate(second.maximum - top[1])};
             sums.x = add_product(sums.x, weight[0], first.add(a.x, b.x));
             sums.y = add_product(sums.y, weight[1], second.add(a.y, b.y));
             sums.z = add_product(sums.z, weight[0], first.add(a.z, b.z));

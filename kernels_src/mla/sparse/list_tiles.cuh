@@ -1,5 +1,5 @@
-// How PV warps of the sparse kernel in clusters go through the tiles that the producers put together from a list, and what
-// QK warps do in the same way with rows of any form.
+// How PV warps of the sparse kernel in clusters go through the tiles that the producers put together from a list, and
+// what QK warps do in the same way with rows of any form.
 #pragma once
 #include "../few_rows/qk.cuh"
 #include "cluster_tiles.cuh"

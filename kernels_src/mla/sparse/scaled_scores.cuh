@@ -1,6 +1,6 @@
-// QK warpgroup of the sparse kernel in clusters for rows with scales: S^T = K Q^T of 16 keys per warp, keys in registers,
-// converted to fp16, and queries in shared memory. Each block of 128 columns has sums of its own, which are multiplied by
-// the keys' scales.
+// QK warpgroup of the sparse kernel in clusters for rows with scales: S^T = K Q^T of 16 keys per warp, keys in
+// registers, converted to fp16, and queries in shared memory. Each block of 128 columns has sums of its own, which are
+// multiplied by the keys' scales.
 #pragma once
 #include "list_tiles.cuh"
 
@@ -9,8 +9,8 @@ namespace paged_mla_decode {
 constexpr int BLOCK_LOADS = LATENT / 32 / SCALE_BLOCKS, BLOCK_STEPS = 2 * BLOCK_LOADS, ROPE_STEPS = ROPE / 16;
 static_assert(SCALE_BLOCKS == 4, "the scales of a key are one load");
 
-// Copies a quarter of the queries per warp to shared memory as the B operand, and converts their latent columns to fp16 as
-// convert_queries does; rope columns stay bf16. Rows that do not exist become zero.
+// Copies a quarter of the queries per warp to shared memory as the B operand, and converts their latent columns to fp16
+// as convert_queries does; rope columns stay bf16. Rows that do not exist become zero.
 DEVICE void load_scaled_queries(const Params& p, const WorkTile& work, SharedStorage& shared, int warp) {
     constexpr int OWN = ROWS / QK_WARPS, CHUNKS = COLUMNS / 8;
     const int lane = threadIdx.x % 32;
@@ -20,8 +20,9 @@ DEVICE void load_scaled_queries(const Params& p, const WorkTile& work, SharedSto
 #pragma unroll 4
     for (int row = warp * OWN; row < (warp + 1) * OWN; ++row) {
         const bool exists = row < work.rows;
-        const uint16_t* const source = static_cast<const uint16_t*>(p.q) + row_offset(work, exists ? row : 0, p.heads,
-                                                                                       p.q_token_stride, p.q_head_stride);
+        const uint16_t* const source =
+            static_cast<const uint16_t*>(p.q) +
+            row_offset(work, exists ? row : 0, p.heads, p.q_token_stride, p.q_head_stride);
 #pragma unroll
         for (int chunk = lane; chunk < CHUNKS; chunk += 32)
             cp_async_16_zero_fill(address(row, chunk), source + chunk * 8, exists ? 16 : 0);
@@ -30,7 +31,8 @@ DEVICE void load_scaled_queries(const Params& p, const WorkTile& work, SharedSto
     __syncwarp();
 #pragma unroll 1
     for (int row = warp * OWN; row < (warp + 1) * OWN; ++row) {
-        const uint4 low = load_shared_uint4(address(row, 2 * lane)), high = load_shared_uint4(address(row, 2 * lane + 1));
+        const uint4 low = load_shared_uint4(address(row, 2 * lane));
+        const uint4 high = load_shared_uint4(address(row, 2 * lane + 1));
         const uint32_t own[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
         uint32_t largest = 0;  // magnitudes in both halves; those of bf16 are ordered like integers
 #pragma unroll
@@ -59,7 +61,9 @@ DEVICE void multiply_scaled_keys(uint32_t row, uint32_t scales, const SharedStor
     uint32_t raw[2][BLOCK_LOADS][4], a[2][BLOCK_STEPS][4];
     float sums[2][ROWS / 2];
     const uint64_t queries = k_major_descriptor(warp_uniform(shared_address(shared.q)));
-    const auto operand = [&](int step) { return advance_descriptor(queries, step / 4 * QUERY_BOX_BYTES + step % 4 * 32); };
+    const auto operand = [&](int step) {
+        return advance_descriptor(queries, step / 4 * QUERY_BOX_BYTES + step % 4 * 32);
+    };
     const auto load = [&](int block) {  // that behind the latent ones: the rope columns
 #pragma unroll
         for (int i = 0; i < BLOCK_LOADS; ++i)
@@ -69,7 +73,9 @@ DEVICE void multiply_scaled_keys(uint32_t row, uint32_t scales, const SharedStor
     const uint4 scale_bits[2] = {load_shared_uint4(scales), load_shared_uint4(scales + 8 * KEY_PITCH)};
     const auto add_sums = [&](int block) {
         fence_registers(sums[block % 2]);
-        const auto bits = [&](const uint4& own) { return block == 0 ? own.x : block == 1 ? own.y : block == 2 ? own.z : own.w; };
+        const auto bits = [&](const uint4& own) {
+            return block == 0 ? own.x : block == 1 ? own.y : block == 2 ? own.z : own.w;
+        };
         const float scale[2] = {__uint_as_float(bits(scale_bits[0])), __uint_as_float(bits(scale_bits[1]))};
 #pragma unroll
         for (int i = 0; i < ROWS / 2; ++i) {
@@ -101,7 +107,8 @@ DEVICE void multiply_scaled_keys(uint32_t row, uint32_t scales, const SharedStor
     wgmma_fence();
     wgmma<false, false, false>(sums[0], raw[0][0], operand(LATENT / 16));
 #pragma unroll
-    for (int step = 1; step < ROPE_STEPS; ++step) wgmma<false, false>(sums[0], raw[0][step], operand(LATENT / 16 + step));
+    for (int step = 1; step < ROPE_STEPS; ++step)
+        wgmma<false, false>(sums[0], raw[0][step], operand(LATENT / 16 + step));
     wgmma_commit();
     wgmma_wait<1>();
     add_sums(SCALE_BLOCKS - 1);
@@ -125,7 +132,8 @@ DEVICE void load_scales(uint32_t key, bool exists, float (&scale)[2]) {
 }
 
 // The first tile of all is preceded by a warm-up, while the first keys are in flight: it fetches from DRAM the code that
-// the tile would wait for. Its keys are what memory for the merge holds, which nothing is sent to before the warm-up ends.
+// the tile would wait for. Its keys are what memory for the merge holds, which nothing is sent to before the warm-up
+// ends.
 DEVICE void score(const Params& p, SharedStorage& shared) {
     const int lane = threadIdx.x % 32;
     const int warp = __shfl_sync(~0u, (threadIdx.x - FIRST_QK_THREAD) / 32, 0);
@@ -147,7 +155,8 @@ DEVICE void score(const Params& p, SharedStorage& shared) {
         for (bool last = false, first = true; !last; first = warmup, warmup = false) {
             if (first) {
 #pragma unroll
-                for (int i = 0; i < ROW_EIGHTS * 2; ++i) rows.maximum[i / 2][i % 2] = LOWEST, rows.sum[i / 2][i % 2] = 0.f;
+                for (int i = 0; i < ROW_EIGHTS * 2; ++i)
+                    rows.maximum[i / 2][i % 2] = LOWEST, rows.sum[i / 2][i % 2] = 0.f;
                 for (int i = 0; i < 2; ++i) rows.unit[i] = power_of_two(-100);
             }
             uint32_t tile = 0;
