@@ -59,8 +59,11 @@ DECODES = [
 E4M3_DECODES = [
     *((128, 32, 8, 1, 1, keys) for keys in (1024, 8192, 32768, 131072)),
     *((128, 32, 8, batch, 1, keys) for batch, keys in ((4, 8192), (16, 1024), (16, 8192), (64, 1024), (64, 8192))),
-    *((128, 64, 8, batch, q_len, 8192) for batch, q_len in ((16, 1), (64, 1), (16, 2), (16, 8))),
+    *((128, 32, 8, batch, 1, 4096) for batch in (16, 64)),
+    *((128, 64, 8, batch, q_len, 8192) for batch, q_len in ((16, 1), (64, 1), (16, 2), (16, 4), (16, 8))),
     *((64, 64, 8, batch, 1, keys) for batch, keys in ((1, 8192), (16, 8192), (64, 1024), (64, 8192))),
+    *((64, 64, 8, batch, 1, 4096) for batch in (16, 64)),
+    *((64, 64, 8, 16, q_len, 8192) for q_len in (2, 8)),
 ]
 # head_dim, batch, query tokens, keys: causal, 32 query heads over 8 KV heads
 PREFILLS = [(128, 8, 2048, 2048), (128, 2, 8192, 8192), (128, 1, 16384, 16384), (128, 4, 512, 8192)]

@@ -27,7 +27,7 @@ _DYNAMIC_SHARED = re.compile(r"^\s*// dynamic shared bytes: (\d+)$", re.MULTILIN
 # The compiler waits for each product where it finds no registers for those in flight. The kernels named here, which it
 # says this of, are right, and slower than they could be.
 _SERIALISED = "wgmma.mma_async instructions are serialized"
-_SERIALISED_SYMBOLS = re.compile(r"fmha_paged_decode_(bf|fp)16_d(64|128)_rows(64|128)_segments")
+_SERIALISED_SYMBOLS = re.compile(r"fmha_paged_decode_(e4m3_q_)?(bf|fp)16_d(64|128)_rows(64|128)_segments")
 _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 # Symbols with internal linkage contain a hash of the source file's path.
 _PATH_DEPENDENT = ("_INTERNAL_", "_GLOBAL__N_")

@@ -189,15 +189,15 @@ _HOPPER_DECODE_SEGMENTS = (
     _DecodeShape(128, 128, 2, 4, 1, wgmma=True, tile=128, segments=True),
 )
 _HOPPER_DECODE_SEGMENTS_8_BITS = tuple(
-    _DecodeShape(*shape, tile=128, segments=True, q_type=q_type)
+    _DecodeShape(head_dim, rows, warpgroups, stages, ctas, wgmma=rows == 64, tile=128, segments=True, q_type=q_type)
     for q_type in ("bf16", "fp16")
-    for shape in (
-        (64, 8, 1, 12, 2),
+    for head_dim, rows, warpgroups, stages, ctas in (
+        (64, 8, 1, 8, 3),
         (64, 16, 1, 12, 2),
-        (64, 64, 2, 12, 1),
-        (128, 8, 1, 12, 1),
-        (128, 16, 1, 12, 1),
-        (128, 32, 2, 10, 1),
+        (64, 64, 1, 12, 1),
+        (128, 8, 1, 6, 2),
+        (128, 16, 1, 4, 2),
+        (128, 64, 2, 4, 1),
     )
 )
 _HOPPER_DECODE_8_BITS = (

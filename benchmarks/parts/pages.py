@@ -97,9 +97,9 @@ def _append(results: Path) -> str:
 
 def _invariance(results: Path) -> str:
     report = report_of(results / "invariant.json")
-    over_e4m3 = report_of(results / "invariant_e4m3_h100.json")
+    over_e4m3 = report_of(results / "invariant_e4m3_h200.json")
     parts = [_aged(operator_pages.invariance(own), own["rows"], results) for own in (report, over_e4m3) if own]
-    data = "[`invariant_e4m3_h100.json`](../benchmarks/results/invariant_e4m3_h100.json)"
+    data = "[`invariant_e4m3_h200.json`](../benchmarks/results/invariant_e4m3_h200.json)"
     return f"\n\nOver e4m3 caches ({data}): ".join(parts)
 
 

@@ -16,9 +16,9 @@
 //
 // Rows are (query token, query head of a KV head's group), token-major, padded to ROWS; more rows are more row tiles.
 // In the warp kernels, rows map to the MMA's N dimension (8), so that a group of 8 query heads needs no padding, and a
-// row's arithmetic does not depend on ROWS. e4m3 keys and values become fp16 before the MMA: in the warp kernels in
-// registers, in the warpgroup kernels by four converter warps, from the first pipeline into a second one. Warpgroup
-// kernels for e4m3 queries multiply e4m3 keys as they are.
+// row's arithmetic does not depend on ROWS. e4m3 keys and values become fp16 before the MMA, with SEGMENTS the type of
+// the queries: in the warp kernels in registers, in the warpgroup kernels by four converter warps, from the first
+// pipeline into a second one. Warpgroup kernels for e4m3 queries multiply e4m3 keys as they are.
 //
 // The grid is persistent and follows from bounds alone. Work is scheduled in one of three ways
 // (common/stream_k.cuh, decode/scheduler.cuh):

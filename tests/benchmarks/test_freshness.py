@@ -101,7 +101,7 @@ def test_figures_that_share_a_statement_of_their_age_are_as_old_as_their_oldest_
     for row in (row for key in keys for row in content[key]):
         row["cubins"] = {"one": RELEASED}
     (results / f"{report}.json").write_text(json.dumps(content))
-    beside = results / "invariant_e4m3_h100.json"  # of the page on batch invariance
+    beside = results / "invariant_e4m3_h200.json"  # of the page on batch invariance
     beside.write_text(json.dumps({**content, "rows": []}))
     fresh = PAGES[page_name](results).count(EARLIER)
     content[keys[-1]][-1]["cubins"]["two"] = "ffff"

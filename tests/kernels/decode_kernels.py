@@ -72,8 +72,19 @@ HOPPER = tuple(
 PORTABLE = tuple(decode_kernel(sm, rows) for sm in ("80", "86", "89", "100", "120") for rows in (16, 8))
 
 
-def segments_kernel(rows: int, head_dim: int) -> NativeKernel:
-    """One that gives the bits of prefill."""
-    made = decode_kernel(rows=rows, head_dim=head_dim, tile_tokens=128)
-    traits = {"arithmetic": "segments", "ctas_per_multiprocessor": 128 // head_dim}
-    return replace(made, name=f"{made.name}_segments", traits={**made.traits, **traits})
+def segments_kernel(rows: int, head_dim: int, q_dtype: str = "") -> NativeKernel:
+    """One that gives the bits of prefill, over e4m3 for queries of ``q_dtype`` if that is given."""
+    made = decode_kernel(rows=rows, head_dim=head_dim, dtype="e4m3" if q_dtype else "bf16", tile_tokens=128)
+    resident, shared_bytes = 128 // head_dim, made.dynamic_shared_bytes
+    if q_dtype:
+        resident = 1 if rows == 64 else 3 if (rows, head_dim) == (8, 64) else 2
+        shared_bytes = 217088 // resident
+    traits = {"arithmetic": "segments", "ctas_per_multiprocessor": resident}
+    if q_dtype:
+        traits["q_dtypes"] = q_dtype
+    return replace(
+        made,
+        name=f"{made.name}{q_dtype and f'_q_{q_dtype}'}_segments",
+        traits={**made.traits, **traits},
+        dynamic_shared_bytes=shared_bytes,
+    )

@@ -101,13 +101,16 @@ H200_KERNELS = (
     KernelCost(2, 128, 16, 1, 4.3, 1.05, 2.5, segments=True),
     KernelCost(2, 128, 64, 1, 5.3, 1.07, 2.5, segments=True),
     KernelCost(2, 128, 128, 1, 5.3, 1.45, 2.5, segments=True),
-    # Not fitted: in proportion to those of 16-bit caches.
+    # Not fitted: by the times of each grid in one run on an H200, 1,024 to 131,072 keys.
     KernelCost(1, 64, 8, 1, 4.3, 0.5, 2.5, segments=True),
-    KernelCost(1, 64, 8, 2, 5.3, 0.9, 2.5, segments=True),
-    KernelCost(1, 64, 16, 1, 4.3, 0.6, 2.5, segments=True),
-    KernelCost(1, 64, 16, 2, 5.3, 1.0, 2.5, segments=True),
-    KernelCost(1, 128, 8, 1, 4.3, 0.75, 2.5, segments=True),
+    KernelCost(1, 64, 8, 2, 6.3, 0.62, 2.5, segments=True),
+    KernelCost(1, 64, 8, 3, 6.8, 0.88, 2.5, segments=True),
+    KernelCost(1, 64, 16, 1, 4.3, 0.65, 2.5, segments=True),
+    KernelCost(1, 64, 16, 2, 6.3, 0.83, 2.5, segments=True),
+    KernelCost(1, 64, 64, 1, 5.3, 0.93, 2.5, segments=True),
+    KernelCost(1, 128, 8, 1, 4.3, 0.64, 2.5, segments=True),
+    KernelCost(1, 128, 8, 2, 6.0, 1.02, 2.5, segments=True),
     KernelCost(1, 128, 16, 1, 4.3, 0.85, 2.5, segments=True),
-    KernelCost(1, 64, 64, 1, 5.3, 1.3, 2.5, segments=True),
-    KernelCost(1, 128, 32, 1, 5.3, 1.3, 2.5, segments=True),
+    KernelCost(1, 128, 16, 2, 5.3, 1.15, 2.5, segments=True),
+    KernelCost(1, 128, 64, 1, 5.3, 1.18, 2.5, segments=True),
 )

@@ -52,13 +52,15 @@ constexpr int THREADS = FIRST_CONVERTER + CONVERTERS;
 constexpr int CONSUMER_REGISTERS = CONVERTS ? 192 : 224, HELPER_REGISTERS = CONVERTS ? 64 : 56;
 // Warpgroup kernels: row sums of P by a product with ones, where tensor cores have time for it. P is fp16; bf16 would
 // be too coarse.
-constexpr bool SUMS_BY_PRODUCT = CONVERTS && HEAD_DIM == 64;
+constexpr bool SUMS_BY_PRODUCT = CONVERTS && HEAD_DIM == 64 && !SEGMENTS;
 constexpr int ITEM_BYTES = KV_E4M3 ? 1 : 2;
 constexpr int TOKEN_BYTES = HEAD_DIM * ITEM_BYTES;
 constexpr int SPAN = TOKEN_BYTES < 128 ? TOKEN_BYTES : 128;  // bytes of a token in one TMA box, which are swizzled
 constexpr int SPANS = TOKEN_BYTES / SPAN;
 constexpr int SPAN_BYTES = TILE_TOKENS * SPAN;
 constexpr int STAGE_BYTES = SPANS * SPAN_BYTES;
+// What products of warpgroups read: 64 head dims of a token, 16 bits each, with a 128-byte swizzle.
+constexpr int PRODUCT_SPAN = 128, PRODUCT_SPAN_BYTES = TILE_TOKENS * PRODUCT_SPAN;
 
 constexpr int K_STEPS = HEAD_DIM / 16;
 #if !WARPGROUP_MMA
@@ -70,7 +72,7 @@ constexpr bool QUERY_IN_SHARED = false;
 #endif
 
 // Consumers that are short of registers keep the work range in shared memory.
-constexpr bool RANGE_IN_SHARED = WARPGROUP_MMA || ROWS > 8;
+constexpr bool RANGE_IN_SHARED = WARPGROUP_MMA || ROWS > 8 || (SEGMENTS && KV_E4M3);
 
 // Padding by 4 floats avoids bank conflicts when fragments are written. With few rows each warp has a buffer of its
 // own; with many, that would leave no room for a second CTA on the SM.
@@ -118,7 +120,7 @@ struct WorkTile : stream_k::WorkTile {
 
 // Stages of converted tiles, a second pipeline: keys and values in turn, or values alone.
 constexpr int CONVERTED_OF_TILE = KEYS_CONVERTED ? 2 : 1;
-constexpr int CONVERTED_STAGES = 2 * (CONVERTED_OF_TILE + 1);
+constexpr int CONVERTED_STAGES = SEGMENTS ? 2 * CONVERTED_OF_TILE : 2 * (CONVERTED_OF_TILE + 1);
 
 #if SEGMENTS && !WARPGROUP_MMA
 // What four warps that share rows tell each other of a KV tile; two are in use in turn.
@@ -147,20 +149,17 @@ struct HalfExchange {
     float segment_sum[2][ROWS];  // by turns
 };
 
-// The output of earlier segments: with two CTAs on an SM, or all of a row's columns in a thread, there are too few
-// registers.
-constexpr bool FOLDS_IN_SHARED = SEGMENTS && WARPGROUP_MMA && (CTAS_PER_SM > 1 || ROWS == 128);
+// The output of earlier segments: with all of a row's columns in a thread, there are too few registers.
+constexpr bool FOLDS_IN_SHARED = SEGMENTS && WARPGROUP_MMA && !HALVES;
 
 constexpr int MERGED_ROWS = SEGMENTS && WARPGROUP_MMA ? 0 : ROWS;  // in shared memory
 
 struct alignas(128) SharedStorage {
     char stages[STAGES][STAGE_BYTES];  // dynamic shared memory begins at a multiple of 1024
-    char query_tile[SEGMENTS && WARPGROUP_MMA ? ROWS * TOKEN_BYTES : 0];  // as the products read it, by spans
+    char query_tile[SEGMENTS && WARPGROUP_MMA ? ROWS * HEAD_DIM * 2 : 0];  // as the products read it, by spans
     union {
         // until the work tile's last KV tile
         char converted[CONVERTS ? CONVERTED_STAGES : 0][TILE_TOKENS * HEAD_DIM * 2];
-        float4 folded[FOLDS_IN_SHARED ? HEAD_DIM / 8 : 0][CONSUMERS];
-        HalfExchange halves[HALVES ? 1 : 0];
         float merge[MERGE_BUFFERS][MERGED_ROWS][MERGE_STRIDE];
         float weight[MERGED_ROWS][WEIGHTS];
 #if SEGMENTS && !WARPGROUP_MMA
@@ -168,6 +167,8 @@ struct alignas(128) SharedStorage {
         Folding folding;
 #endif
     };
+    float4 folded[FOLDS_IN_SHARED ? HEAD_DIM / 8 : 0][CONSUMERS];
+    HalfExchange halves[HALVES ? 1 : 0];
     alignas(16) uint32_t ones[SUMS_BY_PRODUCT ? 64 : 0];
     uint2 query[QUERY_IN_SHARED ? ROWS / 8 : 0][K_STEPS][32];
     float partition_maximum[KV_PARTITIONS][MERGED_ROWS];

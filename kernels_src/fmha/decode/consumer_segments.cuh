@@ -43,14 +43,6 @@ DEVICE void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_
         mma_bf16_16x8x16(d, a, b0, b1);
 }
 
-// Four e4m3 become two pairs of the products' type.
-DEVICE void convert(uint32_t four, uint32_t& low, uint32_t& high) {
-    if constexpr (MMA_FP16)
-        e4m3_to_fp16(four, low, high);
-    else
-        e4m3_to_bf16(four, low, high);
-}
-
 DEVICE void clear(Output& out) {
 #pragma unroll
     for (int n = 0; n < ROW_TILES; ++n)
@@ -134,8 +126,8 @@ DEVICE void multiply_keys(uint32_t stage, const Queries& queries, const SharedSt
             for (int half = 0; half < STEPS; ++half) {
                 uint32_t k[4] = {raw[0], raw[1], raw[2], raw[3]};
                 if constexpr (KV_E4M3) {
-                    convert(raw[half * 2], k[0], k[2]);
-                    convert(raw[half * 2 + 1], k[1], k[3]);
+                    convert_e4m3(raw[half * 2], k[0], k[2]);
+                    convert_e4m3(raw[half * 2 + 1], k[1], k[3]);
                 }
 #pragma unroll
                 for (int n = 0; n < ROW_TILES; ++n) {
@@ -260,7 +252,7 @@ DEVICE void multiply_values(uint32_t stage, int low, int high, const uint16_t (*
                         uint32_t& four = raw[d][half * 2 + i];
                         if (EDGE) four &= keep[i];
                         // both tokens of the even dim, then of the odd one
-                        convert(__byte_perm(four, 0, 0x3120), v[i * 2], v[i * 2 + 1]);
+                        convert_e4m3(__byte_perm(four, 0, 0x3120), v[i * 2], v[i * 2 + 1]);
                     }
                 } else {
                     ldmatrix_x4_trans(v, (values ^ (d * 32)) + token * SPAN);
@@ -395,7 +387,9 @@ DEVICE void finish(const Params& p, const WorkTile& work, float scale, float out
 // together, because only maxima go into them; what is left for one after the other is a product and a sum.
 DEVICE void fold_partials(const Params& p, const WorkRange& range, const WorkTile& work, float scale,
                           float output_scale, SharedStorage& shared) {
-    constexpr int IN_FLIGHT = ROW_TILES == 1 ? 16 : 4, OWN_ROWS = ROWS / CONSUMER_WARPS;
+    // float4 of partials in flight together: as many as leave registers for the CTAs of a multiprocessor.
+    constexpr int CELLS_IN_FLIGHT = CTAS_PER_SM > 2 ? 4 : 32 / ROW_TILES / CTAS_PER_SM;
+    constexpr int IN_FLIGHT = CELLS_IN_FLIGHT / (ROW_TILES * DIM_BLOCKS), OWN_ROWS = ROWS / CONSUMER_WARPS;
     static_assert(32 % IN_FLIGHT == 0, "a partial's registers follow from its lane");
     const int lane = threadIdx.x % 32, first_own = threadIdx.x / 32 * OWN_ROWS;
     const Partials partials(p, range, work);

@@ -8,7 +8,10 @@
 // with the sums where the first ends. Three barriers a tile:
 //
 //   scores --> maxima --(1)--> probabilities --(2: last tile's have been read)--> shared memory --(3)--> output
+//
+// e4m3 keys and values become the type of the queries in a pipeline of converted tiles (fp8_conversion.cuh).
 #pragma once
+#include "fp8_conversion.cuh"
 #include "segment_partials.cuh"
 
 namespace paged_decode {
@@ -18,11 +21,12 @@ constexpr int WARPGROUP_ROWS = 64;
 constexpr bool IN_TURN = CONSUMER_WARPGROUPS > 1 && !HALVES;
 static_assert(ROWS == WARPGROUP_ROWS * (IN_TURN ? CONSUMER_WARPGROUPS : 1), "a warpgroup multiplies 64 rows");
 constexpr int COLUMNS = HEAD_DIM / (HALVES ? 2 : 1);  // of the output, in a warpgroup
-constexpr int VALUE_SPANS = COLUMNS * ITEM_BYTES / SPAN;
+constexpr int VALUE_SPANS = COLUMNS * 2 / PRODUCT_SPAN;
 constexpr int WARPGROUP_BARRIER = CONSUMER_BARRIER + 1;  // and up, one for each warpgroup
-constexpr int QUERY_SPAN_BYTES = ROWS * SPAN;
+constexpr int QUERY_SPAN_BYTES = ROWS * PRODUCT_SPAN;
 constexpr int FOURS = COLUMNS / 8;  // a thread has as many times four outputs
 
+constexpr int PRODUCT_STAGES = CONVERTS ? CONVERTED_STAGES : STAGES;
 constexpr int OWN_TOKENS = HALVES ? TILE_TOKENS / 2 : TILE_TOKENS;  // whose scores a warpgroup computes
 
 using QueryFragments = uint32_t[K_STEPS][4];
@@ -107,7 +111,7 @@ DEVICE void load_queries(const Params& p, const WorkTile& work, SharedStorage& s
         const uint32_t word = row < work.rows.count
                                   ? *reinterpret_cast<const uint32_t*>(query_row(p, work, row) + byte)
                                   : 0;
-        *reinterpret_cast<uint32_t*>(&shared.query_tile[column / 8 * QUERY_SPAN_BYTES + row * SPAN +
+        *reinterpret_cast<uint32_t*>(&shared.query_tile[column / 8 * QUERY_SPAN_BYTES + row * PRODUCT_SPAN +
                                                         ((column ^ row) % 8) * 16 + byte % 16]) = word;
     }
     if constexpr (!HALVES) fence_async_proxy();
@@ -116,7 +120,8 @@ DEVICE void load_queries(const Params& p, const WorkTile& work, SharedStorage& s
 
 // Where 16 bytes of a row begin in `query_tile`: queries, and with HALVES probabilities in their place.
 DEVICE uint32_t query_address(const SharedStorage& shared, int row, int column) {
-    return shared_address(shared.query_tile) + column / 8 * QUERY_SPAN_BYTES + row * SPAN + ((column ^ row) % 8) * 16;
+    return shared_address(shared.query_tile) + column / 8 * QUERY_SPAN_BYTES + row * PRODUCT_SPAN +
+           ((column ^ row) % 8) * 16;
 }
 
 // Of the 8 x 8 matrices that a lane's address is for, two of rows by two of columns.
@@ -137,7 +142,7 @@ DEVICE void multiply_keys(const QueryFragments& q, uint64_t k, Scores& s) {
     wgmma<MMA_FP16, false, false>(s, q[0], k);
 #pragma unroll
     for (int step = 1; step < K_STEPS; ++step)
-        wgmma<MMA_FP16, false>(s, q[step], advance_descriptor(k, step / 4 * SPAN_BYTES + step % 4 * 32));
+        wgmma<MMA_FP16, false>(s, q[step], advance_descriptor(k, step / 4 * PRODUCT_SPAN_BYTES + step % 4 * 32));
     wgmma_commit();
 }
 
@@ -149,7 +154,7 @@ DEVICE void multiply_keys(uint64_t q, uint64_t k, Scores& s) {
 #pragma unroll
     for (int step = 1; step < K_STEPS; ++step)
         wgmma_keys<MMA_FP16, true>(s, advance_descriptor(q, step / 4 * QUERY_SPAN_BYTES + step % 4 * 32),
-                                   advance_descriptor(k, step / 4 * SPAN_BYTES + step % 4 * 32));
+                                   advance_descriptor(k, step / 4 * PRODUCT_SPAN_BYTES + step % 4 * 32));
     wgmma_commit();
 }
 
@@ -161,7 +166,7 @@ DEVICE void multiply_values(const Probabilities& probability, uint64_t v, Output
     wgmma<MMA_FP16, true, ADD>(out, probability[0], v);
 #pragma unroll
     for (int step = 1; step < TILE_TOKENS / 16; ++step)
-        wgmma<MMA_FP16, true>(out, probability[step], advance_descriptor(v, step * 16 * SPAN));
+        wgmma<MMA_FP16, true>(out, probability[step], advance_descriptor(v, step * 16 * PRODUCT_SPAN));
     wgmma_commit();
 }
 
@@ -173,7 +178,7 @@ DEVICE void multiply_values(uint64_t probability, uint64_t v, Output& out) {
     for (int step = 0; step < TILE_TOKENS / 16; ++step)
         wgmma_add<MMA_FP16, 0, COLUMNS>(
             out, advance_descriptor(probability, step / 4 * QUERY_SPAN_BYTES + step % 4 * 32),
-            advance_descriptor(v, step * 16 * SPAN));
+            advance_descriptor(v, step * 16 * PRODUCT_SPAN));
     wgmma_commit();
 }
 
@@ -256,19 +261,29 @@ DEVICE void tell_probabilities(const Probabilities& p, SharedStorage& shared) {
 
 // Values outside [low, high) may be NaN, and 0 x NaN is NaN: those of the warpgroup become zero.
 DEVICE void clear_values(char* own_values, int low, int high) {
-    constexpr int PIECES = SPAN / 16;
+    constexpr int PIECES = PRODUCT_SPAN / 16;
     for (int i = threadIdx.x % WARPGROUP; i < TILE_TOKENS * PIECES; i += WARPGROUP)
         if (i / PIECES < low || i / PIECES >= high)
 #pragma unroll
             for (int span = 0; span < VALUE_SPANS; ++span)
-                *reinterpret_cast<uint4*>(own_values + span * SPAN_BYTES + i * 16) = make_uint4(0, 0, 0, 0);
+                *reinterpret_cast<uint4*>(own_values + span * PRODUCT_SPAN_BYTES + i * 16) = make_uint4(0, 0, 0, 0);
     fence_async_proxy();
     named_barrier_sync<WARPGROUP>(WARPGROUP_BARRIER + warpgroup());
 }
 
 DEVICE void release(SharedStorage& shared, int stage) {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&shared.empty[stage]));
+    if (threadIdx.x % 32 == 0)
+        mbarrier_arrive(shared_address(CONVERTS ? &shared.converted_empty[stage] : &shared.empty[stage]));
+}
+
+// The stage of a tile as the products read it.
+DEVICE char* product_stage(SharedStorage& shared, int stage) {
+    return CONVERTS ? shared.converted[stage] : shared.stages[stage];
+}
+
+DEVICE void wait_for_product_stage(SharedStorage& shared, int stage, uint32_t phase) {
+    mbarrier_wait(shared_address(CONVERTS ? &shared.converted_full[stage] : &shared.full[stage]), phase);
 }
 
 DEVICE void mask(const WorkTile& work, int tile_token, const SharedStorage& shared, Scores& s) {
@@ -306,7 +321,10 @@ DEVICE void write_partial(const Params& p, int slot, const RowStatistics& rows, 
 // Writes the rows of the output: 16 neighbouring bytes by the four threads of a row.
 DEVICE void finish(const Params& p, const WorkTile& work, float scale, const Folded& folded) {
     const Rows& rows = work.rows;
-    const float output_scale = p.output_scale * device_scale(p.output_scale_device);
+    float output_scale = p.output_scale * device_scale(p.output_scale_device);
+#if KV_E4M3
+    output_scale *= value_scale(p, work);
+#endif
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const int row = row_of_value(i);
@@ -350,13 +368,18 @@ DEVICE void fold_partials(const Params& p, const WorkRange& range, const WorkTil
 }
 
 DEVICE void consume(const Params& p, const WorkRange& range, SharedStorage& shared) {
-    const Scale scale(p);
-    const uint64_t query_tile =
-        k_major_descriptor(shared_address(shared.query_tile) + (IN_TURN ? warpgroup() * WARPGROUP_ROWS * SPAN : 0));
-    StageState keys;
+    [[maybe_unused]] const Scale launch_scale(p);
+    const uint64_t query_tile = k_major_descriptor(shared_address(shared.query_tile) +
+                                                   (IN_TURN ? warpgroup() * WARPGROUP_ROWS * PRODUCT_SPAN : 0));
+    PipelineState<PRODUCT_STAGES> keys;
     if (IN_TURN && warpgroup() == 0) named_barrier_arrive<CONSUMERS>(TURN);  // the first turn
     for_each_work_tile(p, range, [&](const WorkTile& work) {
         const Request& r = work.request;
+#if KV_E4M3
+        const Scale scale(p, key_scale(p, work));
+#else
+        const Scale& scale = launch_scale;
+#endif
         const int end = end_tile(work);
         const bool is_prefix = work.first == 0;
         int slot = first_slot(p, range, range.cta_group) + 1;
@@ -375,11 +398,11 @@ DEVICE void consume(const Params& p, const WorkRange& range, SharedStorage& shar
         if constexpr (HALVES) clear();
         const auto token_of = [&](int tile) { return (r.first_tile + tile) * TILE_TOKENS; };
         const auto start_scores = [&](bool in_turn) {
-            mbarrier_wait(shared_address(&shared.full[keys.index]), keys.phase);
+            wait_for_product_stage(shared, keys.index, keys.phase);
             if (in_turn) named_barrier_sync<CONSUMERS>(TURN + warpgroup());
-            const uint32_t stage = shared_address(shared.stages[keys.index]);
+            const uint32_t stage = shared_address(product_stage(shared, keys.index));
             if constexpr (HALVES)
-                multiply_keys(q, k_major_descriptor(stage + warpgroup() * OWN_TOKENS * SPAN), s);
+                multiply_keys(q, k_major_descriptor(stage + warpgroup() * OWN_TOKENS * PRODUCT_SPAN), s);
             else
                 multiply_keys(query_tile, k_major_descriptor(stage), s);
         };
@@ -414,12 +437,12 @@ DEVICE void consume(const Params& p, const WorkRange& range, SharedStorage& shar
             const bool is_last = tile + 1 == end, ends = ends_segment(r, tile) || is_last;
             if (!is_last) start_scores(IN_TURN);
             // The stage in front of the next keys, which were not released yet.
-            const int values = (keys.index + STAGES - 1) % STAGES;
-            mbarrier_wait(shared_address(&shared.full[values]), keys.phase ^ (keys.index == 0));
-            char* stage = shared.stages[values] + (HALVES ? warpgroup() * VALUE_SPANS * SPAN_BYTES : 0);
-            if (token < work.begin || token + TILE_TOKENS > r.kv_len)
+            const int values = (keys.index + PRODUCT_STAGES - 1) % PRODUCT_STAGES;
+            wait_for_product_stage(shared, values, keys.phase ^ (keys.index == 0));
+            char* stage = product_stage(shared, values) + (HALVES ? warpgroup() * VALUE_SPANS * PRODUCT_SPAN_BYTES : 0);
+            if (!CONVERTS && (token < work.begin || token + TILE_TOKENS > r.kv_len))
                 clear_values(stage, work.begin - token, r.kv_len - token);
-            const uint64_t v = mn_major_descriptor(shared_address(stage), SPAN_BYTES);
+            const uint64_t v = mn_major_descriptor(shared_address(stage), PRODUCT_SPAN_BYTES);
             if constexpr (HALVES)
                 multiply_values(query_tile, v, out);
             else if (tile == work.first || (r.first_tile + tile) % SEGMENT_TILES == 0)

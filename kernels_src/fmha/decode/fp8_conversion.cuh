@@ -1,10 +1,9 @@
-// Converter warpgroup: turns e4m3 tiles of the first pipeline into fp16 tiles of a second one, which the products read.
+// Converter warpgroup: turns e4m3 tiles of the first pipeline into tiles of a second one in the products' type, which
+// the products read.
 #pragma once
-#include "scheduler.cuh"
+#include "queries.cuh"
 
 namespace paged_decode {
-
-constexpr int PRODUCT_SPAN_BYTES = TILE_TOKENS * 128;  // 64 head dims of a tile, 16 bits each, with a 128-byte swizzle
 
 // The tokens of a tile that any row may see; the others may hold anything.
 struct VisibleTokens {
@@ -34,13 +33,15 @@ struct Conversion {
         const int lane = threadIdx.x % 32, column = lane % 4;
         token = threadIdx.x % CONVERTERS / 32 * 8 + (lane / 8 ^ lane / 4 % 2 * 5);
         from = tile_address(0, token, column);
-        to = token * 128 + (column * 2 ^ token % 8) * 16;
+        to = token * PRODUCT_SPAN + (column * 2 ^ token % 8) * 16;
     }
     DEVICE static int set_of(int round) { return round % COLUMN_SETS; }
     DEVICE static int tokens_of(int round) { return round / COLUMN_SETS * ROUND_TOKENS; }
     // The second set of columns lies 64 bytes further in a row of 128; with the swizzle that is an exclusive or.
     DEVICE uint32_t from_of(int round) const { return (from ^ set_of(round) * 64) + tokens_of(round) * SPAN; }
-    DEVICE uint32_t to_of(int round) const { return to + set_of(round) * PRODUCT_SPAN_BYTES + tokens_of(round) * 128; }
+    DEVICE uint32_t to_of(int round) const {
+        return to + set_of(round) * PRODUCT_SPAN_BYTES + tokens_of(round) * PRODUCT_SPAN;
+    }
 };
 
 // Converts the keys or values of a tile. CLEAR: those of invisible tokens become zeros, since they may be NaN and 0 x
@@ -60,10 +61,10 @@ DEVICE void convert(const Conversion& c, uint32_t from, uint32_t to, const Visib
         for (int i = 0; i < LOADS_IN_FLIGHT && base + i < Conversion::ROUNDS; ++i) {
             const uint32_t target = to + c.to_of(base + i);
             uint4 half[2];
-            e4m3_to_fp16(raw[i].x, half[0].x, half[0].y);
-            e4m3_to_fp16(raw[i].y, half[0].z, half[0].w);
-            e4m3_to_fp16(raw[i].z, half[1].x, half[1].y);
-            e4m3_to_fp16(raw[i].w, half[1].z, half[1].w);
+            convert_e4m3(raw[i].x, half[0].x, half[0].y);
+            convert_e4m3(raw[i].y, half[0].z, half[0].w);
+            convert_e4m3(raw[i].z, half[1].x, half[1].y);
+            convert_e4m3(raw[i].w, half[1].z, half[1].w);
             store_shared_uint4(target, half[0]);
             store_shared_uint4(target ^ 16, half[1]);
         }
@@ -108,7 +109,7 @@ DEVICE void convert_tiles(const Params& p, const WorkRange& range, SharedStorage
                 raw.advance();
             convert_next<true>(shared, conversion, visible, raw, converted);
         }
-        named_barrier_sync<CONSUMERS + CONVERTERS>(MERGED_BARRIER);
+        if constexpr (!SEGMENTS) named_barrier_sync<CONSUMERS + CONVERTERS>(MERGED_BARRIER);
     });
 }
 #endif

@@ -4,6 +4,14 @@
 
 namespace paged_decode {
 
+// Four e4m3 become two pairs of the products' type.
+DEVICE void convert_e4m3(uint32_t four, uint32_t& low, uint32_t& high) {
+    if constexpr (MMA_FP16)
+        e4m3_to_fp16(four, low, high);
+    else
+        e4m3_to_bf16(four, low, high);
+}
+
 // The queries of a row of the work tile.
 DEVICE const char* query_row(const Params& p, const WorkTile& work, int row) {
     const RowCoordinates at = coordinates_of(p, work.rows.first + row);

@@ -10,7 +10,7 @@ using segments::Statistics;
 
 constexpr int SEGMENT_TILES = DecodeTiling::SEGMENT_TILES;
 static_assert(TILE_TOKENS == SEGMENT_TILE_TOKENS && USE_TMA, "the tiles of prefill");
-static_assert(!WARPGROUP_MMA || (!KV_E4M3 && SPAN == 128), "products read keys and values as they lie");
+static_assert(!WARPGROUP_MMA || KV_E4M3 || SPAN == PRODUCT_SPAN, "products read keys and values as they lie");
 // Keys of a tile are read before values of the tile in front of it: a warp that filled stages of both could be a pass
 // ahead of what the stage's barrier tells apart.
 static_assert(STAGES % PRODUCER_WARPS == 0, "a stage is always filled by the same warp");

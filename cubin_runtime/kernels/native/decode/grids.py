@@ -131,7 +131,8 @@ def tiling_of(kernel: NativeKernel, shape: DecodeShape, part: Part, device: Devi
         splits=shape.segments if segments else shape.splits(tile_tokens),
         segments=segments,
         group_sizes=tuple(n for n in range(costs.max_cta_group_size, 0, -1) if shape.kv_heads % n == 0),
-        # CTAs that read heads of one cache line drift apart if some have a multiprocessor for themselves.
+        # CTAs that read heads of one cache line drift apart if some have a multiprocessor for themselves, which costs
+        # segments less than ranges that end within output tiles.
         shares_lines=shape.head_dim * item_bytes < 128,
         paces=tuple(paces),
         least_start_us=min([min(pace.start_us, pace.cluster_start_us) for pace in paces]),
@@ -176,7 +177,8 @@ def grids_of(tiling: Tiling, extent: Extent, shape: DecodeShape, device: DeviceF
         # Under batch_invariant, requests are cut by their own lengths alone.
         slack = 0 if shape.batch_invariant else _slack_tiles(tiling, extent, ctas)
         if on_borders:
-            fewest = groups if resident > 1 and tiling.shares_lines else groups - groups // idle_share
+            drifts_apart = resident > 1 and tiling.shares_lines and not tiling.segments
+            fewest = groups if drifts_apart else groups - groups // idle_share
             even = groups if blocks >= fewest else groups - groups % blocks
             while even >= fewest and blocks % even and even % blocks:
                 even -= 1
