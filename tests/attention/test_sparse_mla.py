@@ -152,11 +152,12 @@ def test_an_output_tile_has_as_large_a_cluster_as_finds_a_place(
     assert sum(region.nbytes for region in launch.regions if region.name != "status") == 0
 
 
-def test_a_launch_has_as_many_clusters_as_a_grid_takes_at_most(stub_runtime: Runtime) -> None:
-    small = replace(H200, multiprocessors=1)
-    many = tokens_of(16384, 64, 128) | {"kv_cache": cache("bfloat16", PAGES, PAGE, 576)}
-    plan = plan_sparse_mla_decode(**many, runtime=stub_runtime, device_facts=small)
-    assert plan.launches[0].plan.grid == (1, 1, 1)
+def test_no_more_clusters_run_than_find_a_place(stub_runtime: Runtime) -> None:
+    for multiprocessors, clusters in ((1, 1), (132, 132)):
+        device = replace(H200, multiprocessors=multiprocessors)
+        many = tokens_of(16500, 64, 128) | {"kv_cache": cache("bfloat16", PAGES, PAGE, 576)}
+        plan = plan_sparse_mla_decode(**many, runtime=stub_runtime, device_facts=device)
+        assert plan.launches[0].plan.grid == (1, clusters, 1)
 
 
 def test_short_lists_are_not_merged(stub_runtime: Runtime) -> None:

@@ -7,7 +7,6 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ....artifacts.tables.native_kernels import NativeKernel
-from ....errors import UsageError
 from ....launch.driver import DeviceFacts
 from ....values import HashedOnce, dataclass
 from ...explanation import Facts
@@ -28,7 +27,6 @@ _START_TILES, _MERGE_TILES, _BUSY_CTAS = 2.0, 2.0, 96
 # A cluster of more than two CTAs runs on multiprocessors of one GPC, and GPCs differ in size: of so many
 # multiprocessors, one is left over.
 _GPC_SHARE = 11
-_MAX_CLUSTERS = (1 << 16) - 1  # of a grid
 # With batch_invariant the parts of a list, so that neither the tokens nor its width decide.
 _INVARIANT_PARTS = 4
 
@@ -81,7 +79,7 @@ def select_sparse_mla(
     """The kernel for the rows of the cache, and clusters or CTA groups, whose ranges end with output tiles.
 
     Raises:
-        UsageError: no kernel fits, or there are more query tokens than one launch takes; the message says why not.
+        UsageError: no kernel fits; the message says why not.
     """
     kernels = HashedOnce.of(kernels)
     traits = {"cache_rows": shape.cache_rows, "rows": _tile_rows(kernels, shape, device)}
@@ -145,11 +143,6 @@ def _cluster_grid(
     size = min(sizes, key=lambda size: _cluster_tiles(size, output_tiles, kv_tiles, device))
     passes = _passes(size, output_tiles, device)
     clusters = -(-output_tiles // passes)
-    if clusters > _MAX_CLUSTERS:
-        raise UsageError(
-            f"{shape.batch} query tokens of {shape.heads} heads over {shape.cache_rows} rows, expected at most "
-            f"{_MAX_CLUSTERS * passes // row_tiles}"
-        )
     tiles = f"{output_tiles} output tiles of {kv_tiles} tiles of {kernel.traits['tile_tokens']} entries"
     words = f"{tiles} over {clusters} clusters of {size} CTAs"
     return _Grid(clusters * size, words, splits=splits, cluster_size=size)
