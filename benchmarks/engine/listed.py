@@ -22,6 +22,17 @@ NOTHING = {
 
 
 @contextmanager
+def _attending_by(layer_class: Any, attend: Callable[..., Any]) -> Iterator[None]:
+    """Attention of layers of a class is ``attend``, which calls theirs."""
+    inner = layer_class.attend
+    layer_class.attend = attend
+    try:
+        yield
+    finally:
+        layer_class.attend = inner
+
+
+@contextmanager
 def listed_layers(layer_class: Any) -> Iterator[dict[str, float]]:
     """Count calls of layers of a class, and the largest errors of some of their query tokens.
 
@@ -35,11 +46,8 @@ def listed_layers(layer_class: Any) -> Iterator[dict[str, float]]:
         count(counted, q, kv_cache, indices, own.scale, out)
         return out
 
-    layer_class.attend = attend
-    try:
+    with _attending_by(layer_class, attend):
         yield counted
-    finally:
-        layer_class.attend = inner
 
 
 @contextmanager
@@ -62,11 +70,8 @@ def listed_bits(layer_class: Any) -> Iterator[dict[str, int]]:
                 counted["attention"] += known.setdefault(given, made) != made
         return out
 
-    layer_class.attend = attend
-    try:
+    with _attending_by(layer_class, attend):
         yield counted
-    finally:
-        layer_class.attend = inner
 
 
 def _digests_of_lists(q: Any, kv_cache: Any, indices: Any) -> Any:
