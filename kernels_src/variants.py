@@ -440,6 +440,8 @@ def _sparse_mla_decode(cache_rows: str, rows: int) -> Variant:
     clustered = (cache_rows, rows) in _CLUSTERED_SPARSE_MLA_STAGES
     stages = (_CLUSTERED_SPARSE_MLA_STAGES if clustered else _GROUPED_SPARSE_MLA_STAGES)[cache_rows, rows]
     scaled = cache_rows == "scaled_e4m3"
+    # Parts of a list that a CTA keeps apart: there are registers for two of 16 rows.
+    cta_parts = 2 if scaled and rows == 16 else 1
     return Variant(
         source=f"mla/{'' if clustered else 'scaled_'}sparse_mla_decode.cu",
         symbol=f"sparse_mla_decode_{cache_rows}_latent512{f'_rows{rows}' if rows > 16 else ''}",
@@ -454,7 +456,7 @@ def _sparse_mla_decode(cache_rows: str, rows: int) -> Variant:
             "tile_tokens": _MLA_TILE_TOKENS,
             "split_tiles": _SPARSE_MLA_SPLIT_TILES,
             "max_cluster": CONSTANTS.sparse_mla_max_cluster_ctas if clustered else 0,
-            "max_cta_parts": CONSTANTS.sparse_mla_max_cta_parts if scaled and rows == 16 else 1,
+            "max_cta_parts": cta_parts,
         },
         defines={
             "SPARSE": 1,
@@ -465,7 +467,7 @@ def _sparse_mla_decode(cache_rows: str, rows: int) -> Variant:
             "TILE_TOKENS": _MLA_TILE_TOKENS,
             "SPLIT_TILES": _SPARSE_MLA_SPLIT_TILES,
             "STAGES": stages,
-            **({} if clustered else {"Q_E4M3": 0, "BOX_COLUMNS": 64}),
+            **({"CTA_PARTS": cta_parts} if clustered else {"Q_E4M3": 0, "BOX_COLUMNS": 64}),
         },
     )
 

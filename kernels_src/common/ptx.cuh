@@ -278,6 +278,16 @@ DEVICE float power_of_two(int exponent) { return __uint_as_float(static_cast<uin
 // largest bf16 just fits; -100 keeps 2^e far from the limits of fp32 when it is multiplied with other factors.
 DEVICE int fp16_range_exponent(uint32_t biased) { return min(max(static_cast<int>(biased) - 127, -100), 112); }
 
+// 16 bf16 columns times a factor, as fp16 in the order in which ldmatrix distributes the bytes of 16 e4m3 columns: 4 i +
+// {0, 1} for i = 0 to 3, then 4 i + {2, 3}.
+DEVICE void bf16_to_fp16_as_e4m3(const uint32_t (&columns)[8], float factor, uint32_t (&to)[8]) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        const float2 wide = unpack_bf16(columns[i]);
+        to[i % 2 * 4 + i / 2] = pack_fp16(wide.x * factor, wide.y * factor);
+    }
+}
+
 DEVICE float exp2_approximate(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

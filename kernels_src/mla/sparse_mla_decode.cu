@@ -16,7 +16,7 @@
 // a workspace. One cluster may compute several output tiles, one after the other.
 //
 // Build: -DSPARSE=1 -DLATENT=512 -DROPE=64|0 -DKV_E4M3=0|1 -DROWS=16|32 -DTILE_TOKENS=64 -DSPLIT_TILES=n
-//        -DSTAGES=n -DKERNEL_NAME=symbol
+//        -DSTAGES=n -DCTA_PARTS=1|2 -DKERNEL_NAME=symbol
 
 #include "sparse/producer.cuh"
 #if KV_E4M3

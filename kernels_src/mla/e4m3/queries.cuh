@@ -29,8 +29,7 @@ DEVICE void copy_queries(const Params& p, const WorkTile& work, SharedStorage& s
     __syncwarp();
 }
 
-// Converts the queries to fp16 in place. 16 columns are stored as 4 i + {0, 1} for i = 0 to 3, then 4 i + {2, 3}, which
-// is the order in which ldmatrix distributes the bytes of 16 columns of keys. A row is divided by the power of two that
+// Converts the queries to fp16 in place, in the order of the bytes of keys (bf16_to_fp16_as_e4m3). A row is divided by the power of two that
 // brings its largest magnitude below 2; its scores are multiplied with it. The row also takes the sign of the softmax
 // scale.
 DEVICE void load_queries(const Params& p, const WorkTile& work, SharedStorage& shared, uint32_t slot) {
@@ -60,11 +59,7 @@ DEVICE void load_queries(const Params& p, const WorkTile& work, SharedStorage& s
                         high = load_shared_uint4((address ^ 16) + i * BOX_BYTES);
             const uint32_t raw[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
             uint32_t two[8];
-#pragma unroll
-            for (int j = 0; j < 8; ++j) {
-                const float2 wide = unpack_bf16(raw[j]);
-                two[j % 2 * 4 + j / 2] = pack_fp16(wide.x * factor, wide.y * factor);
-            }
+            bf16_to_fp16_as_e4m3(raw, factor, two);
             store_shared_uint4(address + i * BOX_BYTES, make_uint4(two[0], two[1], two[2], two[3]));
             store_shared_uint4((address ^ 16) + i * BOX_BYTES, make_uint4(two[4], two[5], two[6], two[7]));
         }

@@ -21,13 +21,11 @@ DEVICE int query_byte(int step, int share) { return (step * COLUMN_SHARES + shar
 
 using Scores = float[ROW_EIGHTS][4];  // for each 8 rows: keys lane / 4 and + 8, rows 2 (lane % 4) + {0, 1}
 
-// Converts queries to fp16 in place for an e4m3 cache, a quarter of the rows per warp. 16 columns are stored as 4 i +
-// {0, 1} for i = 0 to 3, then 4 i + {2, 3}, which is the order in which ldmatrix distributes the bytes of 16 columns of
-// keys. A bf16 row is divided by the power of two that brings its largest magnitude below 2; its scores are multiplied
+// Converts queries to fp16 in place for an e4m3 cache, a quarter of the rows per warp, in the order of the bytes of keys
+// (bf16_to_fp16_as_e4m3). A bf16 row is divided by the power of two that brings its largest magnitude below 2; its scores are multiplied
 // with it. In loops: code that runs once per work tile is fetched from DRAM, and unrolled it took longer than the first
 // keys.
-DEVICE void convert_queries(const Params& p, const WorkTile& work, SharedStorage& shared, uint32_t stage, int warp,
-                            bool warmup) {
+DEVICE void convert_queries(const Params& p, const WorkTile& work, SharedStorage& shared, uint32_t stage, int warp) {
     constexpr int OWN = ROWS / QK_WARPS, ROUNDS = (STEPS + 31) / 32;
     const int lane = threadIdx.x % 32;
     const bool e4m3 = query_type(p) == TYPE_E4M3;
@@ -59,11 +57,7 @@ DEVICE void convert_queries(const Params& p, const WorkTile& work, SharedStorage
 #pragma unroll
                 for (int j = 0; j < 4; ++j) e4m3_to_fp16(own[i][j], to[j], to[4 + j]);
             } else {
-#pragma unroll
-                for (int j = 0; j < 8; ++j) {
-                    const float2 wide = unpack_bf16(own[i][j]);
-                    to[j % 2 * 4 + j / 2] = pack_fp16(wide.x * factor, wide.y * factor);
-                }
+                bf16_to_fp16_as_e4m3(own[i], factor, to);
             }
             const int step = lane + i * 32;
             if (step >= STEPS) break;
@@ -72,7 +66,7 @@ DEVICE void convert_queries(const Params& p, const WorkTile& work, SharedStorage
         }
         if (lane == 0) shared.query_scale[row] = power_of_two(exponent);
     }
-    if (!warmup) named_barrier_sync<QK_WARPS * 32>(QK_BARRIER);
+    named_barrier_sync<QK_WARPS * 32>(QK_BARRIER);
 }
 
 // A work tile's queries as the B operand, and the factors of the scores of the thread's rows. Rows that do not exist
@@ -83,12 +77,11 @@ struct Queries {
 
     DEVICE float scale_of(int n, int i) const { return scale[KV_E4M3 ? n : 0][KV_E4M3 ? i : 0]; }
 
-    DEVICE void load(const Params& p, const WorkTile& work, SharedStorage& shared, uint32_t stage, int warp,
-                     bool warmup = false) {
+    DEVICE void load(const Params& p, const WorkTile& work, SharedStorage& shared, uint32_t stage, int warp) {
         const int lane = threadIdx.x % 32;
         const float scale_log2 = softmax_scale_log2(p);
         if constexpr (KV_E4M3) {
-            convert_queries(p, work, shared, stage, warp, warmup);
+            convert_queries(p, work, shared, stage, warp);
             for (int i = 0; i < 4; ++i)
                 scale[i / 2][i % 2] = scale_log2 * shared.query_scale[i / 2 * 8 + lane % 4 * 2 + i % 2];
         } else {

@@ -43,7 +43,7 @@ DEVICE void score(const Params& p, SharedStorage& shared) {
         Queries q;
         if (!warmup) wait_barrier(shared.full[kv_state.index], kv_state.phase);
         if (!warmup || converts) {
-            q.load(p, work, shared, warmup ? scratch : shared_address(shared.stages[kv_state.index]), warp, warmup);
+            q.load(p, work, shared, warmup ? scratch : shared_address(shared.stages[kv_state.index]), warp);
             fence_async_proxy();  // orders the reads before the copy that reuses the stage, which PV warps release
         }
         if (!warmup) kv_state.advance();
@@ -76,12 +76,7 @@ DEVICE void score(const Params& p, SharedStorage& shared) {
             }
             if (!warmup) kv_state.advance(STAGES_OF_TILE - half), p_state.advance();
         }
-        if (!warmup) wait_barrier(shared.sums_empty, sums_parity ^ 1), sums_parity ^= 1;
-        publish_sums(rows, warp, shared);
-        if (warmup)
-            cluster_arrive_relaxed();
-        else
-            release(shared.sums_full);
+        publish_sums(rows, warp, sums_parity, shared, warmup);
     }
 }
 

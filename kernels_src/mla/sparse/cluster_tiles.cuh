@@ -24,9 +24,8 @@ DEVICE void set_registers() {
         setmaxnreg_dec<COUNT>();
 }
 
-// Under batch invariance p.splits parts of a list make up its output, whatever the size of a cluster; a CTA has up to so
-// many of them, one after the other, of which it keeps the first in registers.
-constexpr int CTA_PARTS = SCALED && ROWS == 16 ? SPARSE_MLA_MAX_CTA_PARTS : 1;
+// Under batch invariance p.splits parts of a list make up its output, whatever the size of a cluster; a CTA has up to
+// CTA_PARTS of them, one after the other, of which it keeps the first in registers.
 static_assert(CTA_PARTS <= 2);
 
 // Iterates over the output tiles of a cluster, every so many-th of all, and over the CTA's parts of each; every warp

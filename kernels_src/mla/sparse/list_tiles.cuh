@@ -16,9 +16,11 @@ DEVICE void mask_missing(int valid, int warp, Scores& s) {
             if (key + i / 2 * 8 >= valid) s[n][i] = -INFINITY;
 }
 
-// Publishes maxima and sums at the end of a work tile.
-DEVICE void publish_sums(Rows& rows, int warp, SharedStorage& shared) {
+// Publishes maxima and sums at the end of a work tile, once PV warps have read those of the tile before. At the end of a
+// warm-up nobody reads them, and the other CTAs may send to this one.
+DEVICE void publish_sums(Rows& rows, int warp, uint32_t& sums_parity, SharedStorage& shared, bool warmup) {
     const int lane = threadIdx.x % 32;
+    if (!warmup) wait_barrier(shared.sums_empty, sums_parity ^ 1), sums_parity ^= 1;
 #pragma unroll
     for (int n = 0; n < ROW_EIGHTS; ++n)
 #pragma unroll
@@ -33,6 +35,10 @@ DEVICE void publish_sums(Rows& rows, int warp, SharedStorage& shared) {
     if (lane < 2 && warp == 0)
         for (int i = 0; i < 2; ++i) shared.unit[scale_block() + i] = rows.unit[i];
 #endif
+    if (warmup)
+        cluster_arrive_relaxed();
+    else
+        release(shared.sums_full);
 }
 
 DEVICE void consume(const Params& p, SharedStorage& shared) {

@@ -41,11 +41,7 @@ DEVICE void load_scaled_queries(const Params& p, const WorkTile& work, SharedSto
         const int exponent = largest > 0 ? fp16_range_exponent(largest >> 7) : 0;
         const float factor = power_of_two(-exponent);
         uint32_t two[8];
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            const float2 wide = unpack_bf16(own[i]);
-            two[i % 2 * 4 + i / 2] = pack_fp16(wide.x * factor, wide.y * factor);
-        }
+        bf16_to_fp16_as_e4m3(own, factor, two);
         store_shared_uint4(address(row, 2 * lane), make_uint4(two[0], two[1], two[2], two[3]));
         store_shared_uint4(address(row, 2 * lane + 1), make_uint4(two[4], two[5], two[6], two[7]));
         if (lane == 0) shared.query_scale[row] = power_of_two(exponent);
@@ -178,12 +174,7 @@ DEVICE void score(const Params& p, SharedStorage& shared) {
             publish_probabilities(s, warp, p_state, shared, rows, warmup);
             if (!warmup) kv_state.advance(STAGES_OF_TILE - half), p_state.advance();
             if (!last && !warmup) continue;
-            if (!warmup) wait_barrier(shared.sums_empty, sums_parity ^ 1), sums_parity ^= 1;
-            publish_sums(rows, warp, shared);
-            if (warmup)
-                cluster_arrive_relaxed();
-            else
-                release(shared.sums_full);
+            publish_sums(rows, warp, sums_parity, shared, warmup);
         }
     }
 }
