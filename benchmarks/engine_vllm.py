@@ -4,7 +4,7 @@ Run by ``engine_run.sh`` on a machine with a Hopper GPU, with what ``tools/pack_
 ``python benchmarks/engine_vllm.py --out DIR --models DIR SECTION...``. Sections:
 
 * ``tokens``: greedy tokens of models with random weights, judged in float32; bits of requests in crowds.
-* ``lists``: outputs of sparse MLA layers beside float32, for the lists that vLLM's indexer made.
+* ``lists``: outputs of sparse MLA layers, ours and FlashMLA's, beside float32, for the lists of vLLM's indexer.
 * ``figures``: jobs of models of real shapes; engines take turns, ``--rounds`` times.
 * ``cache_dtypes``: jobs over caches of 16 bits and of e4m3, in turns.
 * ``readiness``: our part of the start; what 2,000 requests load, allocate and generate after 20.
@@ -52,6 +52,7 @@ SHAPES = ("llama-shape", "gptoss-shape", "gemma3-shape", "qwen3moe-shape", "deep
 MODELS = ("llama", "gptoss", "gemma3", "qwen3moe", "deepseek", "deepseek-lists", "gemma2")
 # Bytes of cache for the prompts of judged tokens, of any of the models; engines of several models share a card.
 TOKENS_CACHE = 3_000_000_000
+LISTS_CACHE = 1_000_000_000  # for those of layers with lists, of which more engines share the card
 # Engines beside both backends and ours without graphs, by the other backend.
 PACKED_CACHE = {"kv_cache_dtype": PACKED}
 DRAFTED = "drafts"  # the last word of labels
@@ -81,7 +82,7 @@ def lists(run: Run) -> None:
     """Outputs of sparse MLA layers beside float32, over caches of both kinds, for the lists that the engine made."""
     lengths = [1, 17, 100, 500, 512, 513, 700, 1500, 2047, 2048, 2049, 3000, 7000]
     with ExitStack() as stack:
-        given = {"in_process": True, "enforce_eager": True, "kv_cache_memory_bytes": TOKENS_CACHE, "wait": False}
+        given = {"in_process": True, "enforce_eager": True, "kv_cache_memory_bytes": LISTS_CACHE, "wait": False}
         started = {
             model: run.start(stack, model, _listed(run, model), **given) for model in run.names or ("deepseek-lists",)
         }
@@ -94,8 +95,9 @@ def lists(run: Run) -> None:
 
 
 def _listed(run: Run, model: str) -> dict[str, dict[str, Any]]:
-    """Variants of our engine; with drafts where the model has a layer for them."""
-    variants: dict[str, dict[str, Any]] = {OURS: {}, f"{OURS} {PACKED}": PACKED_CACHE}
+    """Engines over caches of both kinds, and ours with drafts where the model has a layer for them."""
+    backends, caches = (OURS, LISTS_PEER), {"": {}, f" {PACKED}": PACKED_CACHE}
+    variants = {f"{backend}{more}": dict(cache) for backend in backends for more, cache in caches.items()}
     if model.endswith("-mtp"):
         for drafter, asked in drafters(run, model).items():
             more = {"speculative_config": asked, "disable_log_stats": False}

@@ -1,4 +1,4 @@
-"""What sparse MLA layers of ours gave in an engine, beside float32 over the lists and the cache that they got."""
+"""What sparse MLA layers gave in an engine, beside float32 over the lists and the cache that they got."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ NOTHING = {
     "tokens": 0,
     "tokens_with_full_lists": 0,
     "relative_error": 0.0,
+    "mean_relative_error": 0.0,
     "absolute_error": 0.0,
 }
 
 
 @contextmanager
-def _attending_by(layer_class: Any, attend: Callable[..., Any]) -> Iterator[None]:
-    """Attention of layers of a class is ``attend``, which calls theirs."""
-    inner = layer_class.attend
-    layer_class.attend = attend
+def _replaced(layer_class: Any, name: str, method: Callable[..., Any]) -> Iterator[None]:
+    """Have layers of a class call another method, which calls theirs."""
+    inner = getattr(layer_class, name)
+    setattr(layer_class, name, method)
     try:
         yield
     finally:
-        layer_class.attend = inner
+        setattr(layer_class, name, inner)
 
 
 @contextmanager
@@ -46,7 +47,32 @@ def listed_layers(layer_class: Any) -> Iterator[dict[str, float]]:
         count(counted, q, kv_cache, indices, own.scale, out)
         return out
 
-    with _attending_by(layer_class, attend):
+    with _replaced(layer_class, "attend", attend):
+        yield counted
+
+
+@contextmanager
+def flash_mla_layers(layer_class: Any) -> Iterator[dict[str, float]]:
+    """Count the same of layers of vLLM's FlashMLA, by the methods that call its kernels for the two kinds of cache."""
+    of_rows: Callable[..., Any] = layer_class._bf16_flash_mla_kernel
+    of_bytes: Callable[..., Any] = layer_class._fp8_flash_mla_kernel
+    counted: dict[str, float] = dict(NOTHING)
+
+    def rows(own: Any, q: Any, kv_cache: Any, indices: Any, *given: Any) -> Any:
+        out = of_rows(own, q, kv_cache, indices, *given)
+        count(counted, q, kv_cache, indices, own.scale, out)
+        return out
+
+    def packed(own: Any, *, q: Any, kv_c_and_k_pe_cache: Any, topk_indices: Any, **named: Any) -> Any:
+        out, lse = of_bytes(own, q=q, kv_c_and_k_pe_cache=kv_c_and_k_pe_cache, topk_indices=topk_indices, **named)
+        queries, indices, made = (each.flatten(0, 1) for each in (q, topk_indices, out))
+        count(counted, queries, kv_c_and_k_pe_cache, indices, own.scale, made)
+        return out, lse
+
+    with (
+        _replaced(layer_class, "_bf16_flash_mla_kernel", rows),
+        _replaced(layer_class, "_fp8_flash_mla_kernel", packed),
+    ):
         yield counted
 
 
@@ -70,7 +96,7 @@ def listed_bits(layer_class: Any) -> Iterator[dict[str, int]]:
                 counted["attention"] += known.setdefault(given, made) != made
         return out
 
-    with _attending_by(layer_class, attend):
+    with _replaced(layer_class, "attend", attend):
         yield counted
 
 
@@ -104,6 +130,7 @@ def count(counted: dict[str, float], q: Any, kv_cache: Any, indices: Any, scale:
         counted["tokens"] += 1
         counted["tokens_with_full_lists"] += len(slots) == indices.shape[1]
         counted["relative_error"] = max(counted["relative_error"], round(relative, 6))
+        counted["mean_relative_error"] += (relative - counted["mean_relative_error"]) / counted["tokens"]
         counted["absolute_error"] = max(counted["absolute_error"], round(float(difference.abs().max()), 6))
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .commands import Requests, memory, prompt_of, repeating_prompt
-from .listed import listed_bits, listed_layers
+from .listed import flash_mla_layers, listed_bits, listed_layers
 from .trace import Trace
 
 DEFAULTS = {"skip_tokenizer_init": True, "max_model_len": 8192, "dtype": "bfloat16", "seed": 0}
@@ -124,17 +124,20 @@ class Worker(Requests):
         return counted
 
     def listed(self, lengths: Sequence[int], new: int, repeated: bool = False) -> dict[str, float]:
-        """What sparse MLA layers of ours gave for prompts of these lengths; in the process, without graphs.
+        """What sparse MLA layers, of ours or FlashMLA's, gave for prompts of these lengths; in the process, eager.
 
         ``repeated``: four times as many new tokens, of prompts in which an n-gram drafter finds drafts.
         """
+        from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseImpl
+
         from cubin_runtime.integrations.vllm.sparse_mla_backend import CubinRuntimeSparseMlaImpl
 
         chance = random.Random(13)
         make = repeating_prompt if repeated else prompt_of
-        with listed_layers(CubinRuntimeSparseMlaImpl) as counted:
+        ours, peers = listed_layers(CubinRuntimeSparseMlaImpl), flash_mla_layers(FlashMLASparseImpl)
+        with ours as counted, peers as of_peer:
             self._generate([make(chance, length) for length in lengths], 4 * new if repeated else new)
-        return {**counted, **self._drafted()}
+        return {**(counted if counted["calls"] else of_peer), **self._drafted()}
 
     def listed_crowd(self, times: int) -> dict[str, int]:
         """As ``crowd``, with what sparse MLA layers of ours got and gave; in the process, without graphs."""
