@@ -42,8 +42,8 @@ def listed_layers(layer_class: Any) -> Iterator[dict[str, float]]:
     inner: Callable[..., Any] = layer_class.attend
     counted: dict[str, float] = dict(NOTHING)
 
-    def attend(own: Any, q: Any, kv_cache: Any, indices: Any) -> Any:
-        out = inner(own, q, kv_cache, indices)
+    def attend(own: Any, q: Any, kv_cache: Any, indices: Any, *given: Any) -> Any:
+        out = inner(own, q, kv_cache, indices, *given)
         count(counted, q, kv_cache, indices, own.scale, out)
         return out
 
@@ -86,8 +86,8 @@ def listed_bits(layer_class: Any) -> Iterator[dict[str, int]]:
     counted = {"rows": 0, "repeated": 0, "attention": 0}
     known: dict[int, int] = {}
 
-    def attend(own: Any, q: Any, kv_cache: Any, indices: Any) -> Any:
-        out = inner(own, q, kv_cache, indices)
+    def attend(own: Any, q: Any, kv_cache: Any, indices: Any, *given: Any) -> Any:
+        out = inner(own, q, kv_cache, indices, *given)
         if len(out) <= DECODED:
             pairs = zip(_digests_of_lists(q, kv_cache, indices).tolist(), digests(out.flatten(1)).tolist(), strict=True)
             for given, made in pairs:

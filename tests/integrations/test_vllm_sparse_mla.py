@@ -25,6 +25,7 @@ from vllm.model_executor.layers.attention import sparse_mla_attention  # noqa: E
 from vllm.platforms.interface import DeviceCapability  # noqa: E402
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType  # noqa: E402
 from vllm.v1.attention.backends.mla import sparse_utils  # noqa: E402
+from vllm.v1.attention.ops import flashmla  # noqa: E402
 
 from cubin_runtime.attention import Runtime  # noqa: E402
 from cubin_runtime.errors import UsageError  # noqa: E402
@@ -212,6 +213,61 @@ def test_drafts_and_short_prompts_are_more_tokens(monkeypatch: pytest.MonkeyPatc
     assert kept[3][0][5, 1] == table[2, 0] * BLOCK + 2
 
 
+class EnginePrompts:
+    """vLLM's kernel for prompts, which gives ones; ``calls`` are its queries, rows and lists."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[tuple[Any, Any, Any]] = []
+        monkeypatch.setattr(flashmla, "is_flashmla_sparse_supported", lambda: (True, None))
+        monkeypatch.setattr(flashmla, "flash_mla_sparse_fwd", self)
+
+    def __call__(self, q: Any, rows: Any, indices: Any, scale: float, out: Any = None) -> tuple[Any, None, None]:
+        assert scale == SCALE
+        self.calls.append((q, rows, indices))
+        made = torch.empty(*q.shape[:2], LATENT, dtype=BF16) if out is None else out
+        return made.fill_(1), None, None
+
+
+def attended(monkeypatch: pytest.MonkeyPatch, decodes: int, **changed: Any) -> Any:
+    """What a layer gives for five tokens of which some decode."""
+    config = sparse(**changed)
+    layer = layer_of(use(monkeypatch, config), config, topk_indices_buffer=lists_of(5))
+    packed = config.cache_config.cache_dtype == PACKED
+    kv_cache = torch.zeros(BLOCKS, BLOCK, 656 if packed else 576, dtype=torch.uint8 if packed else BF16)
+    return layer.attend(torch.ones(5, changed["heads"], 576, dtype=BF16), kv_cache, lists_of(5)[:5], decodes)
+
+
+@pytest.mark.parametrize("heads", [24, 64, 128])
+def test_prompts_over_bf16_rows_go_to_the_kernel_of_the_engine(
+    monkeypatch: pytest.MonkeyPatch, standin: StandIn, heads: int
+) -> None:
+    prompts = EnginePrompts(monkeypatch)
+    out = attended(monkeypatch, 2, heads=heads)
+    ((q, rows, indices),) = prompts.calls
+    (sent,) = sparse_mla_launches(standin)
+    assert (sent["batch"], sent["out"]) == (2, out.data_ptr())
+    assert (q.shape, rows.shape) == ((3, -(-heads // 64) * 64, 576), (BLOCKS * BLOCK, 1, 576))
+    assert torch.equal(indices[:, 0], lists_of(5)[2:5])
+    assert (out.shape, bool((out[2:] == 1).all())) == ((5, heads, LATENT), True)
+
+
+@pytest.mark.parametrize("changed", [{"heads": 16}, {"heads": 64, "cache_dtype": PACKED}, {"heads": 64, "alone": True}])
+def test_prompts_that_go_to_our_kernel(
+    monkeypatch: pytest.MonkeyPatch, standin: StandIn, changed: dict[str, Any]
+) -> None:
+    prompts = EnginePrompts(monkeypatch)
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", str(int(changed.pop("alone", False))))
+    attended(monkeypatch, 2, **changed)
+    (sent,) = sparse_mla_launches(standin)
+    assert (sent["batch"], prompts.calls) == (5, [])
+
+
+def test_prompts_go_to_our_kernel_where_vllm_has_none(monkeypatch: pytest.MonkeyPatch, standin: StandIn) -> None:
+    attended(monkeypatch, 0, heads=128)
+    (sent,) = sparse_mla_launches(standin)
+    assert sent["batch"] == 5
+
+
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
@@ -248,6 +304,6 @@ def test_steps_of_any_size_load_and_allocate_nothing(
     packed, heads = "cache_dtype" in changed, changed["heads"]
     kv_cache = torch.zeros(BLOCKS, BLOCK, 656 if packed else 576, dtype=torch.uint8 if packed else BF16)
     for tokens in range(1, most + 1):
-        layer.attend(torch.zeros(tokens, heads, 576, dtype=BF16), kv_cache, lists_of(tokens)[:tokens])
+        layer.attend(torch.zeros(tokens, heads, 576, dtype=BF16), kv_cache, lists_of(tokens)[:tokens], tokens)
     assert hopper.stats().loads == loads
     assert len(standin.calls("cuMemAlloc")) == allocations

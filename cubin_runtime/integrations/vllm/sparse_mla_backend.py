@@ -12,6 +12,7 @@ from vllm.model_executor.layers.attention import sparse_mla_attention
 from vllm.model_executor.layers.attention.mla_attention import get_mla_dims
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadata, AttentionType
 from vllm.v1.attention.backends.mla import sparse_utils
+from vllm.v1.attention.ops import flashmla
 
 from ...attention.operators.sparse_mla_decode import sparse_mla_decode
 from ...errors import UsageError
@@ -26,6 +27,10 @@ from .versions import latent_cache_interface, lists_width
 PACKED, PACKED_ROWS = "fp8_ds_mla", "scaled_e4m3"  # vLLM's name, and that in ``ROW_FORMS``
 # Requests with so many new tokens at most attend to their lists; longer prompts may go to vLLM's own MLA prefill.
 _MOST_LISTED_TOKENS = 128
+# vLLM's kernel for prompts over bf16 rows computes so many heads at a time; lists have a multiple of so many entries.
+_PROMPT_HEADS, _PROMPT_ENTRIES = 64, 128
+# Up to so many heads ours takes no longer for them.
+_MOST_HEADS_OF_PROMPTS = 16
 
 
 class CubinRuntimeSparseMlaBackend(LatentBackend, *latent_cache_interface(), AttentionBackend):  # type: ignore[misc]
@@ -145,7 +150,7 @@ class _ConvertedLists:
             NUM_TOPK_TOKENS=lists.shape[1],
             **more,
         )
-        return self.attend(q, rows, indices), None  # type: ignore[attr-defined]
+        return self.attend(q, rows, indices, attn_metadata.num_decode_tokens), None  # type: ignore[attr-defined]
 
 
 _LAYER = sparse_mla_attention.SparseMLACommonImpl
@@ -198,6 +203,7 @@ class CubinRuntimeSparseMlaImpl(*_BASES):  # type: ignore[misc]
         if (refused := unserved_lists(self.kv_lora_rank, self.qk_rope_head_dim, num_heads, width)) is not None:
             raise UsageError(refused)
         self._batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
+        self._engine_prompts = not self._batch_invariant and _engine_prompts(num_heads, kv_cache_dtype, width)
         self._scratch = self._reserve(width)
 
     def _reserve(self, width: int) -> SharedScratch | None:
@@ -222,10 +228,14 @@ class CubinRuntimeSparseMlaImpl(*_BASES):  # type: ignore[misc]
     ) -> tuple[torch.Tensor, None]:
         """``attend`` with slots that vLLM has converted, from 0.30 on; ``kv_cache`` is ``[blocks, 64, ...]``."""
         rows, _ = sparse_utils.flat_kv_row_view(kv_cache, block_size)
-        return self.attend(q, rows, topk_indices), None
+        return self.attend(q, rows, topk_indices, topk_indices.shape[0] if is_decode else 0), None
 
     def attend(
-        self, q: torch.Tensor | tuple[torch.Tensor, torch.Tensor], kv_cache: torch.Tensor, indices: torch.Tensor
+        self,
+        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        kv_cache: torch.Tensor,
+        indices: torch.Tensor,
+        decode_tokens: int,
     ) -> torch.Tensor:
         """Attention of query tokens to the rows that the indexer chose.
 
@@ -233,6 +243,7 @@ class CubinRuntimeSparseMlaImpl(*_BASES):  # type: ignore[misc]
             q: ``[tokens, heads, 576]``, or a pair of its two parts.
             kv_cache: ``[..., 576]``, or bytes ``[..., 656]``; rows, or blocks of 64 of them.
             indices: slots, int32 ``[tokens, width]``; the negative ones, wherever they stand, are holes.
+            decode_tokens: the first so many tokens decode; others, of prompts, may go to vLLM's own kernel.
 
         Returns:
             ``[tokens, heads, 512]``.
@@ -240,6 +251,28 @@ class CubinRuntimeSparseMlaImpl(*_BASES):  # type: ignore[misc]
         if isinstance(q, tuple):
             q = torch.cat(q, dim=-1)
         out = torch.empty((*q.shape[:2], LISTED_LATENT), dtype=torch.bfloat16, device=q.device)
+        ours = decode_tokens if self._engine_prompts else q.shape[0]
+        if ours < q.shape[0]:
+            self._attend_to_prompts(q[ours:], kv_cache, indices[ours:], out[ours:])
+        if ours > 0:
+            self._attend(q[:ours], kv_cache, indices[:ours], out[:ours])
+        return out
+
+    def _attend_to_prompts(
+        self, q: torch.Tensor, kv_cache: torch.Tensor, indices: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """The same by vLLM's kernel for prompts, into ``out``."""
+        heads = q.shape[1]
+        missing = -heads % _PROMPT_HEADS
+        padded = torch.nn.functional.pad(q, (0, 0, 0, missing)) if missing else q
+        rows = kv_cache.view(-1, 1, kv_cache.shape[-1])
+        into = None if missing else out
+        made, *_ = flashmla.flash_mla_sparse_fwd(padded, rows, indices[:, None], self.scale, out=into)
+        if missing:
+            out.copy_(made[:, :heads])
+
+    def _attend(self, q: torch.Tensor, kv_cache: torch.Tensor, indices: torch.Tensor, out: torch.Tensor) -> None:
+        """The same by ours."""
         sparse_mla_decode(
             q,
             kv_cache,
@@ -250,4 +283,11 @@ class CubinRuntimeSparseMlaImpl(*_BASES):  # type: ignore[misc]
             # Lists have the same length however many keys there are.
             workspace=self._scratch.of_launch(1, q.shape[0], 0) if self._scratch else None,
         )
-        return out
+
+
+def _engine_prompts(heads: int, kv_cache_dtype: str, width: int) -> bool:
+    """Whether prompts of a layer go to vLLM's own kernel: for bf16 rows ours reads the rows again for each 16 heads."""
+    if kv_cache_dtype == PACKED or heads <= _MOST_HEADS_OF_PROMPTS or width % _PROMPT_ENTRIES:
+        return False
+    supported, _ = flashmla.is_flashmla_sparse_supported()
+    return bool(supported)
