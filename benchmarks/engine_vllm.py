@@ -94,14 +94,20 @@ def lists(run: Run) -> None:
             run.row(model=model, failed=failed, **run.both(engines), layers=layers)
 
 
+def drafting(asked: dict[str, Any], backend: str) -> dict[str, Any]:
+    """Options of an engine with a drafter; the layers that draft have its backend, which vLLM would choose anew."""
+    layers = {} if asked["method"] == "ngram" else {"attention_backend": backend}
+    return {"speculative_config": asked | layers, "disable_log_stats": False}
+
+
 def _listed(run: Run, model: str) -> dict[str, dict[str, Any]]:
     """Engines over caches of both kinds, and ours with drafts where the model has a layer for them."""
     backends, caches = (OURS, LISTS_PEER), {"": {}, f" {PACKED}": PACKED_CACHE}
     variants = {f"{backend}{more}": dict(cache) for backend in backends for more, cache in caches.items()}
     if model.endswith("-mtp"):
         for drafter, asked in drafters(run, model).items():
-            more = {"speculative_config": asked, "disable_log_stats": False}
-            variants[f"{OURS} {PACKED} {drafter} {DRAFTED}"] = PACKED_CACHE | more
+            if asked is not None:
+                variants[f"{OURS} {PACKED} {drafter} {DRAFTED}"] = PACKED_CACHE | drafting(asked, OURS)
     return variants
 
 
@@ -158,7 +164,8 @@ def host(run: Run) -> None:
 def drafters(run: Run, model: str) -> dict[str, dict[str, Any] | None]:
     """The model itself, whose drafts hold; chains of EAGLE; n-grams, whose drafts differ in number; and no drafter."""
     if run.peer_of(model) == LISTS_PEER:
-        return {"MTP": {"method": "mtp", "num_speculative_tokens": 3}, "n-gram": {**NGRAM, "num_speculative_tokens": 3}}
+        three = {"num_speculative_tokens": 3}
+        return {"MTP": {"method": "mtp", **three}, "n-gram": {**NGRAM, **three}}
     four = {"num_speculative_tokens": 4}
     return {
         "the model": {**four, "method": "draft_model", "model": str(run.models / "llama")},
@@ -173,10 +180,11 @@ def drafts(run: Run) -> None:
     jobs = {"1 x 512": [512], "64 x 1,024": [1024] * 64}
     model = (run.names or ("llama",))[0]
     for drafter, asked in drafters(run, model).items():
-        more: dict[str, Any] = {} if asked is None else {"speculative_config": asked}
+        both = (OURS, run.peer_of(model))
+        more = {} if asked is None else {backend: drafting(asked, backend) for backend in both}
         with ExitStack() as stack:
             try:
-                engines = run.pair(stack, model, **more, disable_log_stats=False)
+                engines = run.pair(stack, model, more=more)
             except RuntimeError as error:
                 run.row(model=model, drafter=drafter, error=str(error)[-700:])
                 continue

@@ -40,7 +40,7 @@ LISTS_OF_2048 = {
     | {"index_topk": 2048, "num_attention_heads": heads, "num_key_value_heads": heads, **more}
     for name, heads, more in (
         *((str(heads), heads, {"num_hidden_layers": 4}) for heads in (8, 16, 64, 128)),
-        *((f"{heads}-shape", heads, {"num_hidden_layers": 8}) for heads in (8, 16, 64, 128)),
+        *((f"{heads}-shape", heads, {"num_hidden_layers": 16}) for heads in (8, 16, 64, 128)),
         ("mtp", 16, {"num_hidden_layers": 4, "num_nextn_predict_layers": 1}),
     )
 }

@@ -44,7 +44,7 @@ MODELS = {
     "deepseek": "DeepSeek V3 with 16 heads, 4 layers",
     "deepseek-lists": "DeepSeek V3.2 with 64 heads and lists of 512, 4 layers",
     **{f"deepseek-lists-{heads}": f"DeepSeek V3.2 with {heads} heads, 4 layers" for heads in (8, 16, 64, 128)},
-    **{f"deepseek-lists-{heads}-shape": f"DeepSeek V3.2 with {heads} heads, 8 layers" for heads in (8, 16, 64, 128)},
+    **{f"deepseek-lists-{heads}-shape": f"DeepSeek V3.2 with {heads} heads, 16 layers" for heads in (8, 16, 64, 128)},
     "deepseek-lists-mtp": "DeepSeek V3.2 with 16 heads, 4 layers and MTP",
     "deepseek-shape": "DeepSeek V3, 8 layers, 8 experts",
 }
