@@ -214,16 +214,18 @@ def test_drafts_and_short_prompts_are_more_tokens(monkeypatch: pytest.MonkeyPatc
 
 
 class EnginePrompts:
-    """vLLM's kernel for prompts, which gives ones; ``calls`` are its queries, rows and lists."""
+    """vLLM's kernel for prompts, which gives ones; ``calls`` are its queries, rows, lists and their lengths."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.calls: list[tuple[Any, Any, Any]] = []
+        self.calls: list[tuple[Any, Any, Any, list[int]]] = []
         monkeypatch.setattr(flashmla, "is_flashmla_sparse_supported", lambda: (True, None))
         monkeypatch.setattr(flashmla, "flash_mla_sparse_fwd", self)
 
-    def __call__(self, q: Any, rows: Any, indices: Any, scale: float, out: Any = None) -> tuple[Any, None, None]:
+    def __call__(
+        self, q: Any, rows: Any, indices: Any, scale: float, *, topk_length: Any, out: Any
+    ) -> tuple[Any, None, None]:
         assert scale == SCALE
-        self.calls.append((q, rows, indices))
+        self.calls.append((q, rows, indices, topk_length.tolist()))
         made = torch.empty(*q.shape[:2], LATENT, dtype=BF16) if out is None else out
         return made.fill_(1), None, None
 
@@ -243,11 +245,12 @@ def test_prompts_over_bf16_rows_go_to_the_kernel_of_the_engine(
 ) -> None:
     prompts = EnginePrompts(monkeypatch)
     out = attended(monkeypatch, 2, heads=heads)
-    ((q, rows, indices),) = prompts.calls
+    ((q, rows, indices, entries),) = prompts.calls
     (sent,) = sparse_mla_launches(standin)
     assert (sent["batch"], sent["out"]) == (2, out.data_ptr())
     assert (q.shape, rows.shape) == ((3, -(-heads // 64) * 64, 576), (BLOCKS * BLOCK, 1, 576))
     assert torch.equal(indices[:, 0], lists_of(5)[2:5])
+    assert entries == [40, 40, 40]
     assert (out.shape, bool((out[2:] == 1).all())) == ((5, heads, LATENT), True)
 
 

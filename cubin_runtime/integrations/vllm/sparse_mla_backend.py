@@ -266,8 +266,11 @@ class CubinRuntimeSparseMlaImpl(*_BASES):  # type: ignore[misc]
         missing = -heads % _PROMPT_HEADS
         padded = torch.nn.functional.pad(q, (0, 0, 0, missing)) if missing else q
         rows = kv_cache.view(-1, 1, kv_cache.shape[-1])
+        entries = (indices >= 0).sum(-1, dtype=torch.int32)  # an indexer writes holes behind them
         into = None if missing else out
-        made, *_ = flashmla.flash_mla_sparse_fwd(padded, rows, indices[:, None], self.scale, out=into)
+        made, *_ = flashmla.flash_mla_sparse_fwd(
+            padded, rows, indices[:, None], self.scale, topk_length=entries, out=into
+        )
         if missing:
             out.copy_(made[:, :heads])
 
