@@ -77,22 +77,27 @@ def flash_mla_layers(layer_class: Any) -> Iterator[dict[str, float]]:
 
 
 @contextmanager
-def listed_bits(layer_class: Any) -> Iterator[dict[str, int]]:
+def listed_bits(layer_class: Any) -> Iterator[dict[str, Any]]:
     """Count query tokens of decodes, those that had the queries and rows of an earlier one, and other outputs of these.
 
     Rows are compared by their digests, in the order of the list; where a list's rows lie does not matter.
+    ``repeated_by_layer`` tells after which layer the queries and rows of the same tokens part.
     """
     inner: Callable[..., Any] = layer_class.attend
-    counted = {"rows": 0, "repeated": 0, "attention": 0}
+    counted: dict[str, Any] = {"rows": 0, "repeated": 0, "attention": 0, "repeated_by_layer": []}
     known: dict[int, int] = {}
+    layers: dict[int, int] = {}
 
     def attend(own: Any, q: Any, kv_cache: Any, indices: Any, *given: Any) -> Any:
         out = inner(own, q, kv_cache, indices, *given)
         if len(out) <= DECODED:
             pairs = zip(_digests_of_lists(q, kv_cache, indices).tolist(), digests(out.flatten(1)).tolist(), strict=True)
+            layer = layers.setdefault(id(own), len(layers))
+            counted["repeated_by_layer"] += [0] * (len(layers) - len(counted["repeated_by_layer"]))
             for given, made in pairs:
                 counted["rows"] += 1
                 counted["repeated"] += given in known
+                counted["repeated_by_layer"][layer] += given in known
                 counted["attention"] += known.setdefault(given, made) != made
         return out
 

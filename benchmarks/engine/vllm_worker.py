@@ -139,7 +139,7 @@ class Worker(Requests):
             self._generate([make(chance, length) for length in lengths], 4 * new if repeated else new)
         return {**(counted if counted["calls"] else of_peer), **self._drafted()}
 
-    def listed_crowd(self, times: int) -> dict[str, int]:
+    def listed_crowd(self, times: int) -> dict[str, Any]:
         """As ``crowd``, with what sparse MLA layers of ours got and gave; in the process, without graphs."""
         from cubin_runtime.integrations.vllm.sparse_mla_backend import CubinRuntimeSparseMlaImpl
 

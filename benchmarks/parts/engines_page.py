@@ -49,6 +49,7 @@ MODELS = {
     "deepseek-shape": "DeepSeek V3, 8 layers, 8 experts",
 }
 
+DIFFERED = "outputs of our attention that differed, of those with the same queries, keys and values"
 WRONG = 10  # times our error
 STEPS = (
     "Time of a step that decodes: median of the rounds and their range, engines in turns. A backend whose tokens are "
@@ -118,7 +119,8 @@ def _tokens_with_lists(_: str, rows: Sequence[Row]) -> str:
             if isinstance(judged, dict):
                 parts = [judged[part] for part in ("within_lists", "beyond_lists")]
                 errors = [cell for part in parts for cell in (f"{part['tokens']:,}", f"{part['mean_error']:.4f}")]
-                lines.append((MODELS[row["model"]], _name(label), *errors))
+                served = ", ".join(filter(None, (MODELS[row["model"]], row.get("drafter"))))
+                lines.append((served, _name(label), *errors))
     heads = ("tokens within the lists", "error", "tokens beyond them", "error")
     return _table(("model", "backend and cache", *heads), lines)
 
@@ -128,9 +130,11 @@ def _layers_with_lists(_: str, rows: Sequence[Row]) -> str:
     for row in rows:
         for label, layers in row["layers"].items():
             counted = [f"{layers[name]:,}" for name in ("calls", "tokens", "tokens_with_full_lists")]
-            errors = [f"{layers[name]:.4f}" for name in ("relative_error", "absolute_error")]
+            names = ("mean_relative_error", "relative_error", "absolute_error")
+            errors = [f"{layers[name]:.4f}" if name in layers else "-" for name in names]
             lines.append((MODELS[row["model"]], _name(label), *counted, *errors))
-    heads = ("calls", "query tokens", "of them with full lists", "largest relative error", "absolute error")
+    errors = ["mean relative error", "largest relative error", "absolute error"]
+    heads = ("calls", "query tokens", "of them with full lists", *errors)
     return _table(("model", "backend and cache", *heads), lines)
 
 
@@ -249,6 +253,11 @@ def _drafts(engine: str, rows: Sequence[Row]) -> str:
     return _table(("drafter", "requests x prompt", *dict.fromkeys(labels)), lines)
 
 
+def _drafts_with_lists(engine: str, rows: Sequence[Row]) -> str:
+    """Accepted draft tokens, and errors of the tokens."""
+    return f"{_drafts(engine, rows)}\n\n{_tokens_with_lists(engine, [row for row in rows if 'judge' in row])}"
+
+
 def _server(engine: str, rows: Sequence[Row]) -> str:
     lines = []
     for backend in dict.fromkeys(row["backend"] for row in rows):
@@ -275,9 +284,13 @@ def _states(engine: str, rows: Sequence[Row]) -> str:
     for row in (row for row in rows if "crowds" in row):
         counted = [f"{_name(label)} {each['equal']} of {each['of']}" for label, each in row["crowds"].items()]
         lines.append(("bitwise identical alone and among 84 requests", MODELS[row["model"]], "; ".join(counted)))
-        if "attention" in (ours := row["crowds"][OURS[engine]]):
-            traced = f"{ours['attention']} of {ours['rows']:,} (rows of layers with the same queries, keys and values)"
-            lines.append(("outputs of our attention that differed then", MODELS[row["model"]], traced))
+        traced = [
+            f"{_name(label)} {each['attention']} of {each.get('repeated', each['rows']):,}"
+            for label, each in row["crowds"].items()
+            if "attention" in each
+        ]
+        if traced:
+            lines.append((DIFFERED, MODELS[row["model"]], "; ".join(traced)))
     for row in (row for row in rows if "answers" in row):
         said = [f"{_name(label)} {'yes' if each['equal'] else 'no'}" for label, each in row["answers"].items()]
         lines.append((f"the same tokens after: {row['state']}", MODELS[row["model"]], "; ".join(said)))
@@ -333,11 +346,13 @@ SECTIONS: Mapping[str, Callable[[str, Sequence[Row]], str]] = {
     "figures": _jobs,
     "tokens": _tokens,
     "cache_dtypes": _cache_dtypes,
+    "cache_dtypes_lists": _cache_dtypes,
     "tokens_fp8": _tokens,
     "tokens_lists": _tokens_with_lists,
     "lists": _layers_with_lists,
     "deterministic": _states,
     "drafts": _drafts,
+    "drafts_lists": _drafts_with_lists,
     "server": _server,
     "host": _host,
     "readiness": _readiness,
@@ -357,11 +372,13 @@ TITLES = {
     "figures": "jobs",
     "tokens": "tokens beside float32",
     "cache_dtypes": "jobs over 16-bit and e4m3 caches",
+    "cache_dtypes_lists": "jobs of sparse MLA",
     "tokens_fp8": "tokens over an e4m3 cache beside float32",
     "tokens_lists": "tokens of sparse MLA beside float32",
     "lists": "layers of sparse MLA beside float32",
     "deterministic": "deterministic inference",
     "drafts": "draft tokens",
+    "drafts_lists": "draft tokens of sparse MLA",
     "server": "HTTP server",
     "host": "host time of a step",
     "readiness": "after the first 20 requests",
@@ -383,17 +400,24 @@ WORDS = {
     "token's logprob beside float32.",
     "cache_dtypes": "New tokens a second, of the whole job / of its decodes behind cached prompts; best of the rounds, "
     "engines in turns. fp8: `kv_cache_dtype=fp8`, else bf16.",
+    "cache_dtypes_lists": "As above, over lists of up to 2,048 rows; `fp8_ds_mla`: a cache of rows of 656 bytes, else "
+    "bf16. Prompts of 1,024 tokens run on vLLM's MLA prefill in all engines; those of 7,000 tokens over bf16 rows with "
+    "128 heads on FlashMLA in both.",
     "tokens_fp8": "`kv_cache_dtype=fp8` with scales of 1; as above.",
     "tokens_lists": "Mean error of the chosen token's logprob, as above. The engine's indexer scores keys in e4m3 with "
     "DeepGEMM, so beyond the lists' length float32 chooses other keys than all backends do; with random weights that "
     "outweighs their rounding. The last row judges our tokens by a model that attends to all keys. `fp8_ds_mla` and "
     "`fp8_e4m3`: a cache of rows of 656 bytes, else bf16.",
-    "lists": "Without graphs, prompts of 1 to 7,000 tokens, 16 new tokens each. A layer's output beside float32 over "
-    "the queries, the cache and the lists that it got in the engine, for up to 8 query tokens of a call; the relative "
-    "error is that of the norm over all heads of a token.",
+    "lists": "Without graphs, prompts of 1 to 7,000 tokens, 16 new tokens each, with drafters 64. A layer's output "
+    "beside float32 over the queries, the cache and the lists that it got in the engine, for up to 8 query tokens of "
+    "a call; the relative error is that of the norm over all heads of a token. `fp8_ds_mla`: a cache of rows of 656 "
+    "bytes, which FlashMLA converts to bf16 for longer prompts with 32 heads and more; else bf16.",
     "deterministic": "Logprobs of a request alone, and among other requests.",
     "drafts": "Prompts that repeat themselves, 128 new tokens each; which draft tokens hold depends on the tokens, "
     "and so on the rounding of each backend.",
+    "drafts_lists": "As above, 3 draft tokens, of n-grams or of a layer that drafts (MTP), which has random weights "
+    "too, so that none of them holds. Then mean errors of the chosen token's logprob beside float32 with these "
+    "drafters, as for other tokens of sparse MLA.",
     "server": "24 streaming clients at once, 64 tokens each: median time to the first token.",
     "host": "Eager steps of decodes, 32 layers: median of the rounds.",
     "readiness": "What each next 500 requests of 1 to 900 tokens caused.",

@@ -56,11 +56,12 @@ def test_the_error_of_a_layer_is_that_over_its_list() -> None:
 
 def test_equal_rows_elsewhere_are_the_same_list() -> None:
     out = torch.ones(1, 2, 512, dtype=torch.bfloat16)
+    first, second = Layer(out), Layer(2 * out)
     with listed.listed_bits(Layer) as counted:
-        Layer(out).attend(*case([2, -1, 0]))
-        Layer(out).attend(*case([6, -1, 4]))
-        Layer(2 * out).attend(*case([6, -1, 0]))
-    assert counted == {"rows": 3, "repeated": 2, "attention": 1}
+        first.attend(*case([2, -1, 0]))
+        first.attend(*case([6, -1, 4]))
+        second.attend(*case([6, -1, 0]))
+    assert counted == {"rows": 3, "repeated": 2, "attention": 1, "repeated_by_layer": [1, 1]}
 
 
 @pytest.mark.parametrize("slots", [[0, -1, 2], [2, 0, -1], [2, 1, 0]])
@@ -92,3 +93,29 @@ def test_the_plug_in_writes_what_it_counted(tmp_path: Path, monkeypatch: pytest.
     out = exact(q, kv_cache, indices)
     operator.sparse_mla_decode(q, kv_cache, indices, softmax_scale=Layer.scale, out=out, workspace=SimpleNamespace())
     assert '"tokens": 1,' in (tmp_path / "counted.json").read_text()
+
+
+class PeerLayer:
+    """Layers of FlashMLA in vLLM, which call one method for each kind of cache."""
+
+    scale = Layer.scale
+
+    def _bf16_flash_mla_kernel(self, q: Any, kv_cache: Any, indices: Any, lengths: Any = None) -> Any:
+        return exact(q, kv_cache, indices)
+
+    def _fp8_flash_mla_kernel(
+        self, *, q: Any, kv_c_and_k_pe_cache: Any, topk_indices: Any, kernel_metadata: Any
+    ) -> Any:
+        return 1.5 * exact(q[0], kv_c_and_k_pe_cache, topk_indices[0])[None], None
+
+
+def test_the_errors_of_layers_of_flash_mla() -> None:
+    q, kv_cache, indices = case([2, -1, 0])
+    with listed.flash_mla_layers(PeerLayer) as counted:
+        PeerLayer()._bf16_flash_mla_kernel(q, kv_cache, indices, None)
+        PeerLayer()._fp8_flash_mla_kernel(
+            q=q[None], kv_c_and_k_pe_cache=kv_cache, topk_indices=indices[None], kernel_metadata=None
+        )
+    assert (counted["calls"], counted["tokens"]) == (2, 2)
+    assert counted["relative_error"] == pytest.approx(0.5, abs=1e-4)
+    assert counted["mean_relative_error"] == pytest.approx(0.25, abs=1e-4)

@@ -45,11 +45,33 @@ def test_errors_within_and_beyond_lists(tmp_path: Path) -> None:
     assert text.endswith(" 4 layers | ours fp8_ds_mla without graphs | 960 | 0.0200 | 960 | 2.0000 |")
 
 
+def test_draft_tokens_of_sparse_mla_and_the_errors_of_the_tokens(tmp_path: Path) -> None:
+    within, beyond = ({"mean_error": error, "tokens": 960} for error in (0.02, 2))
+    judged = {"within_lists": within, "beyond_lists": beyond}
+    model = {"model": "deepseek-lists-mtp", "drafter": "n-gram"}
+    rounds = {"CUSTOM": [{"draft_tokens": 9, "accepted_tokens": 4}]}
+    text = page(
+        tmp_path,
+        "vllm_drafts_lists",
+        {**model, "job": "1 x 512", "rounds": rounds},
+        {**model, "judge": {"CUSTOM": judged}},
+    )
+    assert "| n-gram | 1 x 512 | 4 of 9 |" in text
+    assert text.endswith(" and MTP, n-gram | ours | 960 | 0.0200 | 960 | 2.0000 |")
+
+
+def test_attention_to_the_same_lists_in_crowds(tmp_path: Path) -> None:
+    crowds = {"CUSTOM": {"equal": 3, "of": 12, "rows": 23912, "repeated": 8647, "attention": 0}}
+    text = page(tmp_path, "vllm_invariance", {"model": "deepseek-lists-mtp", "crowds": crowds})
+    assert text.endswith(" 4 layers and MTP | ours 0 of 8,647 |")
+
+
 def test_errors_of_layers_over_their_lists(tmp_path: Path) -> None:
     counted = {"calls": 68, "tokens": 1348, "tokens_with_full_lists": 212}
-    layers = {"CUSTOM": {**counted, "relative_error": 0.00235, "absolute_error": 0.0125}}
+    errors = {"relative_error": 0.00235, "mean_relative_error": 0.00181, "absolute_error": 0.0125}
+    layers = {"CUSTOM": {**counted, **errors}}
     text = page(tmp_path, "vllm_lists", {"model": "deepseek-lists", "layers": layers})
-    assert text.endswith(" 4 layers | ours | 68 | 1,348 | 212 | 0.0024 | 0.0125 |")
+    assert text.endswith(" 4 layers | ours | 68 | 1,348 | 212 | 0.0018 | 0.0024 | 0.0125 |")
 
 
 def test_the_best_of_the_rounds_and_the_ratios_of_a_job(tmp_path: Path) -> None:
