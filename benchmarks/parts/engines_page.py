@@ -96,7 +96,8 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 def _name(label: str) -> str:
     backend, _, more = label.partition(" ")
-    return " ".join(filter(None, (NAMES.get(backend, backend), more.replace("eager", "without graphs"))))
+    shown = more.replace("eager", "without graphs").replace("drafts", "draft tokens")
+    return " ".join(filter(None, (NAMES.get(backend, backend), shown)))
 
 
 def _tokens(engine: str, rows: Sequence[Row]) -> str:
@@ -415,8 +416,8 @@ WORDS = {
     "deterministic": "Logprobs of a request alone, and among other requests.",
     "drafts": "Prompts that repeat themselves, 128 new tokens each; which draft tokens hold depends on the tokens, "
     "and so on the rounding of each backend.",
-    "drafts_lists": "As above, 3 draft tokens, of n-grams or of a layer that drafts (MTP), which has random weights "
-    "too, so that none of them holds. Then mean errors of the chosen token's logprob beside float32 with these "
+    "drafts_lists": "As above, 3 draft tokens, of n-grams or of a layer of the model (MTP), whose weights are random, "
+    "so that none of them holds; it ran on FlashMLA in both. Then mean errors of the chosen token's logprob beside float32 with these "
     "drafters, as for other tokens of sparse MLA.",
     "server": "24 streaming clients at once, 64 tokens each: median time to the first token.",
     "host": "Eager steps of decodes, 32 layers: median of the rounds.",
