@@ -263,16 +263,16 @@ class CubinRuntimeSparseMlaImpl(*_BASES):  # type: ignore[misc]
     ) -> None:
         """The same by vLLM's kernel for prompts, into ``out``."""
         heads = q.shape[1]
-        missing = -heads % _PROMPT_HEADS
-        padded = torch.nn.functional.pad(q, (0, 0, 0, missing)) if missing else q
+        padding = -heads % _PROMPT_HEADS
+        queries = torch.nn.functional.pad(q, (0, 0, 0, padding)) if padding else q
         rows = kv_cache.view(-1, 1, kv_cache.shape[-1])
         entries = (indices >= 0).sum(-1, dtype=torch.int32)  # an indexer writes holes behind them
-        into = None if missing else out
-        made, *_ = flashmla.flash_mla_sparse_fwd(
-            padded, rows, indices[:, None], self.scale, topk_length=entries, out=into
+        buffer = None if padding else out
+        result, *_ = flashmla.flash_mla_sparse_fwd(
+            queries, rows, indices[:, None], self.scale, topk_length=entries, out=buffer
         )
-        if missing:
-            out.copy_(made[:, :heads])
+        if padding:
+            out.copy_(result[:, :heads])
 
     def _attend(self, q: torch.Tensor, kv_cache: torch.Tensor, indices: torch.Tensor, out: torch.Tensor) -> None:
         """The same by ours."""
@@ -289,8 +289,7 @@ class CubinRuntimeSparseMlaImpl(*_BASES):  # type: ignore[misc]
 
 
 def _engine_prompts(heads: int, kv_cache_dtype: str, width: int) -> bool:
-    """Whether prompts of a layer go to vLLM's own kernel: for bf16 rows ours reads the rows again for each 16 heads."""
+    """Return whether prompts go to vLLM's own kernel, where ours, over bf16 rows, reads them again for each 16 heads."""
     if kv_cache_dtype == PACKED or heads <= _MOST_HEADS_OF_PROMPTS or width % _PROMPT_ENTRIES:
         return False
-    supported, _ = flashmla.is_flashmla_sparse_supported()
-    return bool(supported)
+    return bool(flashmla.is_flashmla_sparse_supported()[0])
