@@ -140,9 +140,12 @@ def _layers_with_lists(_: str, rows: Sequence[Row]) -> str:
 
 
 def _model(row: Row) -> str:
-    """A row's model, and where it ran if that differs between rows."""
+    """A row's model, with the layers that it had then, and where it ran if that differs between rows."""
+    name = MODELS[row["model"]]
+    if "num_layers" in row:
+        name = re.sub(r"\d+ layers", f"{row['num_layers']} layers", name)
     runner = f"model runner {row['runner']}" if "runner" in row else None
-    return ", ".join(filter(None, (MODELS[row["model"]], row.get("gpu"), runner)))
+    return ", ".join(filter(None, (name, row.get("gpu"), runner)))
 
 
 def _jobs(engine: str, rows: Sequence[Row]) -> str:
@@ -221,7 +224,7 @@ def _cache_dtypes(engine: str, rows: Sequence[Row]) -> str:
             for label, times in best.items()
         }
         shown = ["{:,.0f} / {:,.0f}".format(*rates[label]) if label in rates else "-" for label in labels]
-        lines.append((MODELS[row["model"]], row["job"], *shown))
+        lines.append((_model(row), row["job"], *shown))
     return _table(("model", "requests x prompt + new tokens", *map(_name, labels)), lines)
 
 
@@ -403,7 +406,8 @@ WORDS = {
     "engines in turns. fp8: `kv_cache_dtype=fp8`, else bf16.",
     "cache_dtypes_lists": "As above, over lists of up to 2,048 rows; `fp8_ds_mla`: a cache of rows of 656 bytes, else "
     "bf16. Prompts of 1,024 tokens run on vLLM's MLA prefill in all engines; those of 7,000 tokens over bf16 rows with "
-    "128 heads on FlashMLA in both.",
+    "128 heads on FlashMLA in both, here without the lengths of the lists in ours. With 8 layers decodes wait for the "
+    "host, and rounds of one engine differ by more than attention takes.",
     "tokens_fp8": "`kv_cache_dtype=fp8` with scales of 1; as above.",
     "tokens_lists": "Mean error of the chosen token's logprob, as above. The engine's indexer scores keys in e4m3 with "
     "DeepGEMM, so beyond the lists' length float32 chooses other keys than all backends do; with random weights that "
@@ -417,8 +421,8 @@ WORDS = {
     "drafts": "Prompts that repeat themselves, 128 new tokens each; which draft tokens hold depends on the tokens, "
     "and so on the rounding of each backend.",
     "drafts_lists": "As above, 3 draft tokens, of n-grams or of a layer of the model (MTP), whose weights are random, "
-    "so that none of them holds; it ran on FlashMLA in both. Then mean errors of the chosen token's logprob beside float32 with these "
-    "drafters, as for other tokens of sparse MLA.",
+    "so that none of them holds; it ran on FlashMLA in both. Then mean errors of the chosen token's logprob beside "
+    "float32 with these drafters, as for other tokens of sparse MLA.",
     "server": "24 streaming clients at once, 64 tokens each: median time to the first token.",
     "host": "Eager steps of decodes, 32 layers: median of the rounds.",
     "readiness": "What each next 500 requests of 1 to 900 tokens caused.",

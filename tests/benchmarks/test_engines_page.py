@@ -92,6 +92,13 @@ def test_new_tokens_a_second_over_caches_of_two_dtypes(tmp_path: Path) -> None:
     assert text.endswith("| Llama 3 8B, 16 layers | 64 x 1,024 + 257 | 4,112 / 8,192 | 8,224 / 16,384 |")
 
 
+def test_a_row_of_a_model_that_had_fewer_layers(tmp_path: Path) -> None:
+    rounds = {"CUSTOM": [{"whole": 2.0, "cached": 1.5, "first": 0.5}]}
+    row = {"model": "deepseek-lists-16-shape", "num_layers": 8, "job": "2 x 8 + 2", "rounds": rounds}
+    text = page(tmp_path, "vllm_cache_dtypes_lists", row)
+    assert text.endswith("| DeepSeek V3.2 with 16 heads, 8 layers | 2 x 8 + 2 | 2 / 2 |")
+
+
 def test_what_came_after_the_first_requests_is_counted_from_there(tmp_path: Path) -> None:
     counts = {20: (2, 52, 12), 500: (2, 53, 14)}
     names = ("loads", "allocations", "functions")

@@ -251,11 +251,13 @@ class CubinRuntimeSparseMlaImpl(*_BASES):  # type: ignore[misc]
         if isinstance(q, tuple):
             q = torch.cat(q, dim=-1)
         out = torch.empty((*q.shape[:2], LISTED_LATENT), dtype=torch.bfloat16, device=q.device)
-        ours = decode_tokens if self._engine_prompts else q.shape[0]
-        if ours < q.shape[0]:
-            self._attend_to_prompts(q[ours:], kv_cache, indices[ours:], out[ours:])
-        if ours > 0:
-            self._attend(q[:ours], kv_cache, indices[:ours], out[:ours])
+        if not self._engine_prompts or decode_tokens >= q.shape[0]:
+            self._attend(q, kv_cache, indices, out)
+            return out
+        prompts = slice(decode_tokens, None)
+        self._attend_to_prompts(q[prompts], kv_cache, indices[prompts], out[prompts])
+        if decode_tokens > 0:
+            self._attend(q[:decode_tokens], kv_cache, indices[:decode_tokens], out[:decode_tokens])
         return out
 
     def _attend_to_prompts(
@@ -289,7 +291,7 @@ class CubinRuntimeSparseMlaImpl(*_BASES):  # type: ignore[misc]
 
 
 def _engine_prompts(heads: int, kv_cache_dtype: str, width: int) -> bool:
-    """Return whether prompts go to vLLM's own kernel, where ours, over bf16 rows, reads them again for each 16 heads."""
+    """Return whether prompts go to vLLM's own kernel: over bf16 rows ours reads them again for each 16 heads."""
     if kv_cache_dtype == PACKED or heads <= _MOST_HEADS_OF_PROMPTS or width % _PROMPT_ENTRIES:
         return False
     return bool(flashmla.is_flashmla_sparse_supported()[0])
