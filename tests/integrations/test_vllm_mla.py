@@ -28,6 +28,7 @@ from vllm.platforms.interface import DeviceCapability  # noqa: E402
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType  # noqa: E402
 
 from cubin_runtime.errors import UsageError  # noqa: E402
+from cubin_runtime.integrations.vllm import mla_backend  # noqa: E402
 from cubin_runtime.testing import StandIn  # noqa: E402
 from tests.integrations.launch_records import integers, mla_launches  # noqa: E402
 
@@ -129,6 +130,18 @@ def test_the_queries_of_a_pair_are_side_by_side(monkeypatch: pytest.MonkeyPatch,
     run(monkeypatch, configuration(), step([1, 1], [40, 3]))
     (sent,) = mla_launches(standin)
     assert (sent["q_token_stride"], sent["q_head_stride"]) == (HEADS * (LATENT + 64), LATENT + 64)
+
+
+@pytest.mark.parametrize(("latent", "joined_by_vllm"), [(512, True), (256, False)])
+def test_queries_on_a_device_are_joined_by_vllm_where_it_has_a_kernel(
+    monkeypatch: pytest.MonkeyPatch, latent: int, joined_by_vllm: bool
+) -> None:
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(mla_backend._custom_ops, "concat_mla_q", lambda *tensors: calls.append(tensors))
+    parts = (torch.empty(2, 3, latent, dtype=BF16, device="meta"), torch.empty(2, 3, 64, dtype=BF16, device="meta"))
+    q = mla_backend.joined(parts)
+    assert (q.shape, q.dtype, q.device.type) == ((2, 3, latent + 64), BF16, "meta")
+    assert calls == ([(*parts, q)] if joined_by_vllm else [])
 
 
 @pytest.mark.parametrize("asked", [False, True])

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from vllm import envs
+from vllm import _custom_ops, envs
 from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
 from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonBackend,
@@ -36,11 +36,25 @@ from .backend import LOGGER, HopperBackend, limits_of, refused_drafts
 from .versions import decode_tokens, latent_cache_interface
 
 _FP8 = ("fp8", "fp8_e4m3")
+_JOINED_BY_VLLM = (512, 64)
 
 
 def keys_on_a_rank(keys: int, dealing: Dealing) -> int:
     """The most keys that a rank holds of a request with so many."""
     return -(-keys // (dealing.world * dealing.interleave)) * dealing.interleave
+
+
+def joined(parts: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Latent and rope columns of queries side by side, by vLLM's own kernel where it has one for them.
+
+    The latent columns come transposed from a matrix product, which ``torch.cat`` copies at a quarter of the speed.
+    """
+    latent, rope = parts
+    if latent.device.type == "cpu" or (latent.shape[-1], rope.shape[-1]) != _JOINED_BY_VLLM:
+        return torch.cat(parts, dim=-1)
+    q = torch.empty((*rope.shape[:2], sum(_JOINED_BY_VLLM)), dtype=rope.dtype, device=rope.device)
+    _custom_ops.concat_mla_q(latent, rope, q)
+    return q
 
 
 def _is_capturing(tensor: torch.Tensor) -> bool:
@@ -224,7 +238,7 @@ class CubinRuntimeMlaImpl(MLACommonImpl[MLACommonMetadata]):  # type: ignore[mis
             in base 2, else None.
         """
         if isinstance(q, tuple):
-            q = torch.cat(q, dim=-1)
+            q = joined(q)
         options = self._options
         if self._quantized:
             key_scale = float(layer._k_scale_float)

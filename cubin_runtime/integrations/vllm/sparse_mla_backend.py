@@ -21,7 +21,7 @@ from ..latent_batch import LISTED_LATENT, LISTED_ROPE, unserved_lists
 from ..latent_readiness import ListKind, reserve_lists
 from ..scratch import SharedScratch
 from .backend import LOGGER, limits_of, refused_drafts
-from .mla_backend import LatentBackend
+from .mla_backend import LatentBackend, joined
 from .versions import latent_cache_interface, lists_width
 
 PACKED, PACKED_ROWS = "fp8_ds_mla", "scaled_e4m3"  # vLLM's name, and that in ``ROW_FORMS``
@@ -249,7 +249,7 @@ class CubinRuntimeSparseMlaImpl(*_BASES):  # type: ignore[misc]
             ``[tokens, heads, 512]``.
         """
         if isinstance(q, tuple):
-            q = torch.cat(q, dim=-1)
+            q = joined(q)
         out = torch.empty((*q.shape[:2], LISTED_LATENT), dtype=torch.bfloat16, device=q.device)
         if not self._engine_prompts or decode_tokens >= q.shape[0]:
             self._attend(q, kv_cache, indices, out)
