@@ -8,7 +8,8 @@ longer, and the first backend is judged beside a model that attends to all keys,
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def _judged(model: Any, run: Any, known: Exact, width: int | None) -> dict[str, 
     """The errors of one run; ``known``: the exact logprobs of runs before, by the tokens; ``width``: of lists."""
     import torch
 
-    errors: dict[bool, list[float]] = {True: [], False: []}  # of requests within the lists, and of longer ones
+    errors: dict[bool, list[list[float]]] = {True: [], False: []}  # of requests within the lists, and of longer ones
     same = 0
     for prompt, made in zip(run["prompts"], run["requests"], strict=True):
         if len(prompt) > LONGEST:
@@ -56,18 +57,22 @@ def _judged(model: Any, run: Any, known: Exact, width: int | None) -> dict[str, 
         chosen = exact[torch.arange(len(tokens)), torch.tensor(tokens)].tolist()
         of_run = [dict(map(tuple, given))[token] for token, given in zip(tokens, made["logprobs"], strict=True)]
         within = width is None or len(text) <= width
-        errors[within] += [abs(one - other) for one, other in zip(chosen, of_run, strict=True)]
+        errors[within].append([abs(one - other) for one, other in zip(chosen, of_run, strict=True)])
         same += int((exact.argmax(-1) == torch.tensor(tokens)).sum())
     judged = {**_summary(errors[True] + errors[False]), "float32_chooses_the_same": same}
     apart = {"within_lists": errors[True], "beyond_lists": errors[False]} if width is not None else {}
     return judged | {name: _summary(each) for name, each in apart.items()}
 
 
-def _summary(errors: list[float]) -> dict[str, Any]:
-    errors = sorted(errors)
+def _summary(requests: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """The mean of all tokens and its standard error, for which a request counts once: its tokens err together."""
+    errors = sorted(error for request in requests for error in request)
+    means = [statistics.fmean(request) for request in requests]
+    spread = statistics.stdev(means) / len(means) ** 0.5 if len(means) > 1 else 0.0
     return {
         "tokens": len(errors),
         "mean_error": round(sum(errors) / len(errors), 5),
+        "standard_error": round(spread, 5),
         "median_error": round(errors[len(errors) // 2], 5),
         "p99_error": round(errors[int(len(errors) * 0.99)], 5),
         "max_error": round(errors[-1], 5),
