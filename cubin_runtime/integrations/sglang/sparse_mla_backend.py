@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from sglang.srt.layers.attention.dsa.utils import is_dsa_enable_prefill_cp
-from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend
+from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend, concat_mla_absorb_q_general
 from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
 
 from ...attention.operators.sparse_mla_decode import sparse_mla_decode
@@ -73,7 +73,8 @@ class CubinRuntimeSparseMlaAttnBackend(DeepseekSparseAttnBackend):  # type: igno
         if save_kv_cache and k is not None:
             self.token_to_kv_pool.set_mla_kv_buffer(layer, forward_batch.out_cache_loc, k, k_rope)
         heads = layer.tp_q_head_num
-        queries = torch.cat((q.view(-1, heads, LISTED_LATENT), q_rope.view(q_rope.shape[0], heads, -1)), dim=-1)
+        parts = q.view(-1, heads, LISTED_LATENT), q_rope.view(q_rope.shape[0], heads, -1)
+        queries = concat_mla_absorb_q_general(*parts)  # several times as fast as torch.cat of transposed columns
         cache = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
         out = torch.empty(*queries.shape[:2], LISTED_LATENT, dtype=queries.dtype, device=queries.device)
         sparse_mla_decode(
