@@ -107,9 +107,15 @@ def _tokens(engine: str, rows: Sequence[Row]) -> str:
         if isinstance(row["judge"], str) or OURS[engine] not in row["judge"]:
             continue
         judged = {_name(label): each for label, each in row["judge"].items() if isinstance(each, dict)}
-        errors = [f"{judged[name]['mean_error']:.4f}" if name in judged else "-" for name in names]
+        errors = [_mean_error(judged[name]) if name in judged else "-" for name in names]
         lines.append((_model(row), f"{judged[_name(OURS[engine])]['tokens']:,}", *errors))
     return _table(("model", "tokens", *names), lines)
+
+
+def _mean_error(judged: Row) -> str:
+    """The mean error, with its standard error where that was measured."""
+    spread = f" ± {judged['standard_error']:.4f}" if "standard_error" in judged else ""
+    return f"{judged['mean_error']:.4f}{spread}"
 
 
 def _tokens_with_lists(_: str, rows: Sequence[Row]) -> str:
@@ -119,7 +125,7 @@ def _tokens_with_lists(_: str, rows: Sequence[Row]) -> str:
         for label, judged in row["judge"].items():
             if isinstance(judged, dict):
                 parts = [judged[part] for part in ("within_lists", "beyond_lists")]
-                errors = [cell for part in parts for cell in (f"{part['tokens']:,}", f"{part['mean_error']:.4f}")]
+                errors = [cell for part in parts for cell in (f"{part['tokens']:,}", _mean_error(part))]
                 served = ", ".join(filter(None, (MODELS[row["model"]], row.get("drafter"))))
                 lines.append((served, _name(label), *errors))
     heads = ("tokens within the lists", "error", "tokens beyond them", "error")

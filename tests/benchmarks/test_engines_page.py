@@ -38,11 +38,11 @@ def test_errors_stand_beside_each_other_by_backend(tmp_path: Path) -> None:
 
 
 def test_errors_within_and_beyond_lists(tmp_path: Path) -> None:
-    within, beyond = ({"mean_error": error, "tokens": 960} for error in (0.02, 2))
+    within, beyond = ({"mean_error": error, "standard_error": 0.003, "tokens": 960} for error in (0.02, 2))
     judged = {"within_lists": within, "beyond_lists": beyond}
     row = {"model": "deepseek-lists", "judge": {"CUSTOM fp8_ds_mla eager": judged, "requests of CUSTOM": 3}}
     text = page(tmp_path, "vllm_tokens_lists", row)
-    assert text.endswith(" 4 layers | ours fp8_ds_mla without graphs | 960 | 0.0200 | 960 | 2.0000 |")
+    assert text.endswith(" 4 layers | ours fp8_ds_mla without graphs | 960 | 0.0200 ± 0.0030 | 960 | 2.0000 ± 0.0030 |")
 
 
 def test_draft_tokens_of_sparse_mla_and_the_errors_of_the_tokens(tmp_path: Path) -> None:
