@@ -540,8 +540,22 @@ def _context_attention(
     )
 
 
+def _cache_conversion(dtype: str) -> Variant:
+    tokens = 128
+    return Variant(
+        source="prefill/cache_conversion.cu",
+        symbol=f"convert_e4m3_cache_to_{dtype}",
+        sm="90a",
+        operation="cache_conversion",
+        struct="CacheConversionParams",
+        traits={"dtype": dtype, "cta_tokens": tokens},
+        defines={"TO_FP16": int(dtype == "fp16"), "CTA_TOKENS": tokens},
+    )
+
+
 def _prefill_variants() -> Iterator[Variant]:
     dtypes = ("bf16", "fp16")
+    yield from map(_cache_conversion, dtypes)
     for e4m3, head_dim, dtype, soft_cap in product((False, True), _PREFILL_SHAPES, dtypes, (False, True)):
         yield _context_attention(dtype, head_dim, soft_cap, e4m3=e4m3)
         if head_dim in SEGMENT_HEAD_DIMS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -234,7 +235,7 @@ def _scratch_of_torch(plan: StepPlan, device: int) -> SemaphoreWorkspace:
         size = workspace_size([region for region in plan.regions if region.zeroed == zeroed])
         tensor = torch_bytes(size, device, zeroed=zeroed) if size else None
         tensors.append(tensor)
-        parts.append((0 if tensor is None else tensor.data_ptr(), size))
+        parts.append((0 if tensor is None else view_of(tensor, "workspace").pointer, size))
     semaphores, scratch = parts
     return SemaphoreWorkspace(semaphores, scratch, owner=tensors)
 
@@ -243,11 +244,18 @@ def _scratch_of_call(runtime: PlanRuntime, plan: StepPlan, workspace: Any, like:
     """The workspace of a call that asked for ``workspace`` with the tensor ``like``; None: the plan's own.
 
     In a capture by torch that is memory of the graph: nobody could have reserved room for it in a plan that the call
-    finds by itself.
+    finds by itself. Regions that are lent are torch's memory too, beside semaphores that the caller may give.
     """
-    if workspace is None and is_torch(like) and stream == runtime.memory.current_stream(like):
-        with runtime.driver.using(runtime.driver.context_on(plan.device)):
-            if runtime.driver.is_capturing(stream):
+    lent = any(region.lent for region in plan.regions)
+    if (workspace is None or lent) and is_torch(like) and stream == runtime.memory.current_stream(like):
+        if isinstance(workspace, SemaphoreWorkspace):
+            note_unrepeatable()
+            own = _scratch_of_torch(plan, plan.device)
+            return replace(workspace, scratch=own.scratch, owner=(workspace.owner, own.owner))
+        if workspace is None:
+            with runtime.driver.using(runtime.driver.context_on(plan.device)):
+                of_graph = runtime.driver.is_capturing(stream)
+            if of_graph:
                 note_unrepeatable()
-                workspace = TORCH_SCRATCH
+            workspace = TORCH_SCRATCH if of_graph or lent else None
     return _scratch_of_torch(plan, plan.device) if workspace is TORCH_SCRATCH else workspace

@@ -155,7 +155,10 @@ def _plans(
                     yield plan_paged_decode(even, *arguments, even, q_cu_seq_lens=sums, max_q_len=tokens, **shared)
                     even = even.unflatten(0, (requests, tokens))
                 yield plan_paged_decode(even, *arguments, even, **shared)
-    for requests in sorted({1, min(limits.requests, limits.tokens)}):
+    prompts = {(1, limits.keys), (min(limits.requests, limits.tokens), limits.keys)}
+    if cache_dtype != q.dtype:  # converted before for some numbers of keys, by other kernels
+        prompts |= {(1, 1 << power) for power in range(limits.keys.bit_length())}
+    for requests, keys in sorted(prompts):
         yield plan_context_attention(
             queries[: limits.tokens],
             k_cache,
@@ -166,7 +169,7 @@ def _plans(
             q_cu_seq_lens=lengths[: requests + 1],
             max_q_len=limits.tokens,
             logit_soft_cap=options.soft_cap,
-            **shared,
+            **{**shared, "max_seq_len": keys},
         )
 
 

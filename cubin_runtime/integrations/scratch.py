@@ -48,7 +48,8 @@ class SharedScratch:
         """
         sizes = self._sizes
         for plan in plans:
-            kinds = ([each for each in plan.regions if each.zeroed == zeroed] for zeroed in (True, False))
+            kept = [region for region in plan.regions if not region.lent]
+            kinds = ([region for region in kept if region.zeroed == zeroed] for zeroed in (True, False))
             zeroed, other = map(workspace_size, kinds)
             sizes = max(sizes[0], zeroed), max(sizes[1], other)
         self._limits = limits

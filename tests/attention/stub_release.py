@@ -111,7 +111,10 @@ def build_stub_release(folder: Path) -> tuple[Path, Path]:
     variants = [stub_variant(dtype, 128, rows) for dtype in ("bf16", "fp16", "e4m3") for rows in (8, 16)]
     variants += [stub_variant("bf16", 512, 8), stub_variant("bf16", 64, 64)]
     # A source for each struct.
-    copying = [replace(v, source=v.source.replace(".cu", f"_{v.struct}.cu")) for v in COPYING_VARIANTS]
+    conversions = [v for v in VARIANTS if v.operation == "cache_conversion"]
+    copying = [
+        replace(v, source=v.source.replace(".cu", f"_{v.struct}.cu")) for v in (*COPYING_VARIANTS, *conversions)
+    ]
     for variant in copying:
         (sources / variant.source).parent.mkdir(exist_ok=True)
         text = SOURCE.replace("PagedDecodeTmaParams", variant.struct).replace("p.batch", "p.tokens")

@@ -293,6 +293,65 @@ def test_scales_of_keys_and_values_may_be_bound(stub_runtime: Runtime, standin: 
         assert (seen["k_scale"], seen["output_scale"]) == (given["k_scale"].pointer, 4.0)
 
 
+def prompt_call(**more: Any) -> dict[str, Any]:
+    """A prompt over an e4m3 cache that is converted before."""
+    tokens, pages = 4096, 4096 // 64
+    q = view("bfloat16", tokens, HEADS, DIM)
+    cache = view("float8_e4m3fn", pages, 64, KV_HEADS, DIM)
+    return {
+        "q": q,
+        "out": replace(q, pointer=0x7F0000200000),
+        "k": replace(cache, pointer=0x7F0000300000),
+        "v": replace(cache, pointer=0x7F0000400000),
+        "page_table": view("int32", 1, pages),
+        "seq_lens": view("int32", 1),
+        "q_cu_seq_lens": view("int32", 2),
+        **more,
+    }
+
+
+@pytest.mark.parametrize(
+    ("scales", "fields"),
+    [
+        ({}, {"softmax_scale_device": 0, "output_scale_device": 0}),
+        ({"k_scale": kv_scale(1, KV_HEADS, strides=(0, 0))}, {"softmax_scale_device": kv_scale().pointer}),
+        ({"v_scale": kv_scale(), "softmax_scale": SCALE}, {"output_scale_device": kv_scale().pointer}),
+    ],
+)
+def test_a_prompt_over_e4m3_is_converted_and_then_read_as_16_bits(
+    stub_runtime: Runtime, standin: StandIn, scales: dict[str, Any], fields: dict[str, int]
+) -> None:
+    given = prompt_call(**scales)
+    plan = make_plan(stub_runtime, given, max_seq_len=4096)
+    assert [selection.kernel.operation for selection in plan.selections] == ["cache_conversion", "context_attention"]
+    workspace = plan.prepare(0)
+    plan.run(**given, workspace=workspace)
+    conversion = sent(standin, layout="CacheConversionParams", index=-2)
+    regions = workspace.regions(plan.regions)
+    assert (conversion["k"], conversion["v"]) == (given["k"].pointer, given["v"].pointer)
+    assert (conversion["converted_k"], conversion["converted_v"]) == (regions["converted_k"], regions["converted_v"])
+    seen = sent(standin)
+    assert {name: seen[name] for name in fields} == fields
+    assert seen["page_table"] == 0
+
+
+@pytest.mark.parametrize(
+    ("scales", "options"),
+    [
+        ({"k_scale": kv_scale(KV_HEADS)}, {}),
+        ({"v_scale": kv_scale(1, KV_HEADS, strides=(KV_HEADS, 1))}, {}),
+        ({"k_scale": kv_scale(), "softmax_scale": SCALE}, {}),
+        ({}, {"window_left": 1000}),
+    ],
+)
+def test_scales_by_head_two_scales_and_windows_are_left_to_the_kernel_over_e4m3(
+    planner: Runtime, scales: dict[str, Any], options: dict[str, Any]
+) -> None:
+    plan = make_plan(planner, prompt_call(**scales), device_facts=H200, max_seq_len=4096, **options)
+    (only,) = plan.selections
+    assert only.kernel.traits["kv_dtype"] == "e4m3"
+
+
 @pytest.mark.parametrize("given", [ragged_call(), paged_call(), even_call()])
 def test_every_tensor_reaches_its_field(stub_runtime: Runtime, standin: StandIn, given: dict[str, Any]) -> None:
     named = {**given, "sinks": view("float32", HEADS), "softmax_scale": SCALE, "output_scale": SCALE}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from cubin_runtime.artifacts.tables.native_kernels import MEASURED, NativeKernel
 from cubin_runtime.kernels.native.prefill.params import CONTEXT_ATTENTION, CONTEXT_ATTENTION_E4M3
+from kernels_src.variants import VARIANTS
+from tests.kernels.variant_kernels import kernel_of
 
 
 def kernel(
@@ -43,7 +45,12 @@ def kernel(
     )
 
 
-KERNELS = tuple(
+CONVERSIONS = tuple(
+    kernel_of(v, threads=256, dynamic_shared_bytes=0, registers=40, status=MEASURED)
+    for v in VARIANTS
+    if v.operation == "cache_conversion"
+)
+KERNELS = CONVERSIONS + tuple(
     kernel(dtype, dim, cap, segments, e4m3)
     for e4m3 in (False, True)
     for dtype in ("bf16", "fp16")

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from ...dtypes import DTYPES
 from ...errors import UsageError
 from ...kernels.native.launches import NativeLaunch
-from ...kernels.native.prefill.plan import ContextProblem, KvStrides, context_launch
+from ...kernels.native.prefill.plan import ContextProblem, KvStrides, context_launches, copy_of_cache
 from ...kernels.native.prefill.select import (
     HEAD_DIMS,
     MAX_GROUP,
     VALUE_DIMS,
     ContextShape,
-    select_context_attention,
+    select_context_launches,
 )
 from ...launch.driver import DeviceFacts
 from ...launch.workspace import AnyWorkspace
@@ -276,6 +276,7 @@ def _problem(call: AttentionCall) -> ContextProblem:
         v_strides=_kv_strides(tensors["v"]),
         k_scale_strides=scale_strides(tensors.get("k_scale")),
         v_scale_strides=scale_strides(tensors.get("v_scale")),
+        scale_tensors=frozenset(name for name in KV_SCALES if tensors.get(name) is not None),
         table_stride=table.strides[0] if table else 0,
         v_table_offset=value_table_offset(table) if table else 0,
         programmatic_serialization=bool(options.enable_pdl),
@@ -310,9 +311,20 @@ def _launches(call: AttentionCall, device: DeviceFacts, release: NativeRelease) 
         max_seq_len=problem.max_seq_len,
         soft_cap=problem.soft_cap > 0,
         batch_invariant=call.options.batch_invariant,
+        convertible=_is_convertible(call, problem),
+        copied=copy_of_cache(problem),
     )
-    selection = select_context_attention(release.kernels, shape, device)
-    return [context_launch(selection, problem, release.file_of(selection.kernel))]
+    selections = select_context_launches(release.kernels, shape, device)
+    return context_launches(selections, shape, problem, release.file_of)
+
+
+def _is_convertible(call: AttentionCall, problem: ContextProblem) -> bool:
+    """Return whether attention over a 16-bit copy of the cache is the same, and reads all of it: no window hides keys
+    from all rows, and scales of keys and of values are numbers, or one tensor each in place of the other scales."""
+    strides = (*problem.k_scale_strides, *problem.v_scale_strides)
+    pairs = (("k_scale", "softmax_scale"), ("v_scale", "output_scale"))
+    twice = any(call.tensors.get(one) is not None and call.tensors.get(other) is not None for one, other in pairs)
+    return problem.window_left < 0 and not any(strides) and not twice
 
 
 def _output(arguments: Given) -> OutputForm:
@@ -370,7 +382,7 @@ EXPLAINED = Explained(
     "context",
     lambda _: True,
     _shape_of,
-    lambda *values: (select_context_attention(*values),),
+    select_context_launches,
 )
 
 

@@ -7,6 +7,8 @@ from typing import Any
 
 from ...attention.backends import AUTO, NATIVE, TRTLLM_GEN
 from ...attention.operators.context_attention import context_attention
+from ...attention.paged_cache import E4M3
+from ...attention.torch_ops import TORCH_SCRATCH
 from ...attention.trtllm_gen.checks import check_vector
 from ...errors import UsageError
 from ...tensor import TensorView, view_of
@@ -102,7 +104,8 @@ def _attend(
         max_q_len=call.max_q_len,
         window_left=call.window_left,
         batch_invariant=call.batch_invariant,
-        workspace=with_own_semaphores(call, q.device),
+        # A converted cache may need more than FlashInfer's workspace has.
+        workspace=TORCH_SCRATCH if tensors[1].dtype == E4M3 else with_own_semaphores(call, q.device),
         **options,
     )
     return (output.tensor, lse) if call.return_lse else output.tensor

@@ -88,7 +88,7 @@ def native_plan(
         kernel: what the release says of it; ``file`` where it is.
         grid: in CTAs; threads and shared memory are the kernel's.
         attributes: cluster and PDL.
-        values: every field but pointers, which are null without a run.
+        values: every field but pointers, which are null without a run; a pointer among them takes no value of a run.
         caches: the fields of the caches, each with the value of a run that it takes.
         regions: of the workspace, in the order of ``WORKSPACE_FIELDS``; the first alone for a kernel that never splits.
         why: its text says why this kernel was chosen.
@@ -97,7 +97,10 @@ def native_plan(
     Raises:
         UsageError: a field is missing or unknown.
     """
-    inputs = _inputs(file.layout, tuple(numbers), tuple(caches.items()), tuple([region.name for region in regions]))
+    pointers = tuple([name for name in file.layout.pointers if name not in values])
+    inputs = _inputs(
+        file.layout, pointers, tuple(numbers), tuple(caches.items()), tuple([region.name for region in regions])
+    )
     return LaunchPlan(
         kernel=kernel.name,
         symbol=kernel.symbol,
@@ -116,9 +119,13 @@ def native_plan(
 
 @lru_cache(maxsize=256)  # launches of a kernel have them in common
 def _inputs(
-    layout: StructLayout, numbers: tuple[str, ...], caches: tuple[tuple[str, str], ...], regions: tuple[str, ...]
+    layout: StructLayout,
+    pointers: tuple[str, ...],
+    numbers: tuple[str, ...],
+    caches: tuple[tuple[str, str], ...],
+    regions: tuple[str, ...],
 ) -> Mapping[str, str]:
     """The value of a run that each field takes."""
-    names = [*layout.pointers, *[name for name in numbers if name in layout.names]]
+    names = [*pointers, *[name for name in numbers if name in layout.names]]
     scratch = zip(WORKSPACE_FIELDS, regions, strict=False)
     return MappingProxyType({**dict(zip(names, names, strict=True)), **dict(caches), **dict(scratch)})

@@ -57,4 +57,34 @@ CONTEXT_ATTENTION = StructLayout.declare("ContextAttentionParams", _FIELDS)
 # With keys and values in e4m3, which have scales.
 CONTEXT_ATTENTION_E4M3 = StructLayout.declare("ContextAttentionE4m3Params", (*_FIELDS, *KV_SCALE_FIELDS))
 
-LAYOUTS = MappingProxyType({layout.name: layout for layout in (CONTEXT_ATTENTION, CONTEXT_ATTENTION_E4M3)})
+# Of the kernel that converts e4m3 keys and values to 16 bits before.
+CACHE_CONVERSION = StructLayout.declare(
+    "CacheConversionParams",
+    (
+        Field("k", "ptr", "keys, e4m3"),
+        Field("v", "ptr", "values, e4m3"),
+        Field("converted_k", "ptr", "keys, 16 bits: [batch, kv_heads, tokens, k_columns]"),
+        Field("converted_v", "ptr", "values, 16 bits: [batch, kv_heads, tokens, v_columns]"),
+        Field("page_table", "ptr", "int32 [batch, table_stride], page ids of each request in order; null: no pages"),
+        Field("seq_lens", "ptr", "int32 [batch], keys of each request; null: tokens"),
+        Field("status", "ptr", f"uint32, bits of what was clamped: {STATUS_BITS_TEXT}"),
+        *(
+            Field(f"{name}_{of}_stride", "int64", f"bytes between {of}s in {name}")
+            for name in ("k", "v")
+            for of in ("page", "token", "head")
+        ),
+        Field("table_stride", "int64", "elements between requests in page_table"),
+        VALUE_TABLE_FIELD,
+        Field("kv_heads", "int32", "KV heads"),
+        Field("tokens", "int32", "tokens of a request that there is room for; all, if they are ragged"),
+        Field("max_seq_len", "int32", "bound on every KV length"),
+        Field("k_columns", "int32", "columns of a key"),
+        Field("v_columns", "int32", "columns of a value"),
+        Field("page_size_log2", "int32", "log2 of the tokens in a page; 30: a request has one page, of any size"),
+        Field("num_pages", "int32", "pages in the pool"),
+    ),
+)
+
+LAYOUTS = MappingProxyType(
+    {layout.name: layout for layout in (CONTEXT_ATTENTION, CONTEXT_ATTENTION_E4M3, CACHE_CONVERSION)}
+)

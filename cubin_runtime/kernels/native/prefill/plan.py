@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
+from ....artifacts.tables.native_kernels import NativeKernel
 from ....dtypes import BY_SHORT
 from ....launch.plan import LaunchAttributes
 from ....launch.regions import Region
 from ....launch.tensormap import TensorMapSpec
 from ....values import dataclass
 from ..launches import STATUS, KernelFile, NativeLaunch, native_plan
-from ..problem import LOG2_E, kv_scale_strides, page_size_log2
-from .select import ContextSelection
+from ..problem import LOG2_E, NUMBERS, kv_scale_strides, page_size_log2
+from ..selection import Selection
+from .select import ContextSelection, ContextShape
 
 _COUNTERS = Region("counters", 8, zeroed=True)
+_CONVERTED = {"k_map": "converted_k", "v_map": "converted_v"}
 # Of a row in one TMA box, which are swizzled; a longer row is several boxes of the same map. Rows that are no multiple
 # of them are in boxes of half as many.
 _BOX_BYTES = 128
@@ -37,7 +43,8 @@ class ContextProblem:
     ``q_len`` is a bound on the query tokens of a request, or the number of each. Keys are paged where ``num_pages`` is
     not 0. Else there are ``kv_tokens``, in all if ``ragged``, otherwise of each request. Windows are -1 where there is
     none; ``window_right`` is 0 for causal attention. ``soft_cap`` is 0 without one, ``v_table_offset`` where K and V
-    share pages. Scales of e4m3 keys and values lie at strides of a request and of a KV head, 0 where all have one.
+    share pages. Scales of e4m3 keys and values lie at strides of a request and of a KV head, 0 where all have one;
+    ``scale_tensors`` are the scales that are tensors.
     """
 
     dtype: str
@@ -68,19 +75,103 @@ class ContextProblem:
     v_strides: KvStrides
     k_scale_strides: tuple[int, int] = (0, 0)
     v_scale_strides: tuple[int, int] = (0, 0)
+    scale_tensors: frozenset[str] = frozenset()
     table_stride: int
     v_table_offset: int = 0
     programmatic_serialization: bool = False
 
 
-def context_launch(
-    selection: ContextSelection, problem: ContextProblem, file: KernelFile
-) -> NativeLaunch[ContextSelection]:
-    """The launch of a context attention.
+def context_launches(
+    selections: Sequence[Selection], shape: ContextShape, problem: ContextProblem, file_of: Callable[[NativeKernel], KernelFile]
+) -> list[NativeLaunch[Any]]:
+    """The launches of a context attention, with the selections of ``select_context_launches``.
 
     A run's values are the tensors' addresses by name, ``q``, ``k`` and ``v`` among them, those of the workspace's
     regions, and ``problem.NUMBERS``.
     """
+    *before, selection = selections
+    file = file_of(selection.kernel)
+    if not before:
+        return [context_launch(selection, problem, file)]
+    (conversion,) = before
+    first = _conversion_launch(conversion, shape, problem, file_of(conversion.kernel))
+    scale = {f"{name}_scale_device": of for name, of in (("softmax", "k_scale"), ("output", "v_scale"))}
+    given = {field: of for field, of in scale.items() if problem.scale_tensors & {of}}
+    return [first, context_launch(selection, _converted(problem), file, {**_CONVERTED, **given})]
+
+
+def copy_of_cache(problem: ContextProblem) -> tuple[int, int]:
+    """Requests of a converted cache, and the tokens that each has room for; ragged tokens are of one."""
+    return 1 if problem.ragged else problem.batch, problem.kv_tokens or problem.max_seq_len
+
+
+def _converted(problem: ContextProblem) -> ContextProblem:
+    """The problem over the converted cache."""
+    _, tokens = copy_of_cache(problem)
+
+    def strides(columns: int) -> KvStrides:
+        return KvStrides(problem.kv_heads * tokens * columns, columns, tokens * columns)
+
+    return replace(
+        problem,
+        kv_dtype=problem.dtype,
+        page_size=0,
+        num_pages=0,
+        kv_tokens=tokens,
+        k_strides=strides(problem.head_dim),
+        v_strides=strides(problem.value_dim),
+        table_stride=0,
+        v_table_offset=0,
+        programmatic_serialization=True,  # it waits for the conversion by itself
+    )
+
+
+def _conversion_launch(
+    selection: Selection, shape: ContextShape, problem: ContextProblem, file: KernelFile
+) -> NativeLaunch[Selection]:
+    requests, tokens = copy_of_cache(problem)
+    token_bytes = requests * tokens * problem.kv_heads * BY_SHORT[problem.dtype].nbytes
+    regions = (
+        STATUS,
+        Region("converted_k", token_bytes * problem.head_dim, lent=True),
+        Region("converted_v", token_bytes * problem.value_dim, lent=True),
+    )
+    strides = {
+        f"{name}_{of}_stride": getattr(by, of)
+        for name, by in (("k", problem.k_strides), ("v", problem.v_strides))
+        for of in ("page", "token", "head")
+    }
+    plan = native_plan(
+        selection.kernel,
+        file,
+        grid=selection.grid(shape),
+        attributes=LaunchAttributes(programmatic_serialization=problem.programmatic_serialization),
+        values={
+            **strides,
+            **({"seq_lens": 0} if problem.ragged else {}),
+            "table_stride": problem.table_stride,
+            "v_table_offset": problem.v_table_offset,
+            "kv_heads": problem.kv_heads,
+            "tokens": tokens,
+            "max_seq_len": tokens,
+            "k_columns": problem.head_dim,
+            "v_columns": problem.value_dim,
+            "page_size_log2": page_size_log2(problem.page_size),
+            "num_pages": problem.num_pages,
+        },
+        caches={},
+        regions=(STATUS,),
+        why=selection,
+        numbers=() if problem.ragged else NUMBERS,
+    )
+    return NativeLaunch(selection, plan, regions)
+
+
+def context_launch(
+    selection: ContextSelection, problem: ContextProblem, file: KernelFile, sources: Mapping[str, str] | None = None
+) -> NativeLaunch[ContextSelection]:
+    """The launch of a context attention kernel; ``sources`` are fields and the values of a run that they take instead
+    of their own."""
     regions = (STATUS, _COUNTERS)
     tile_tokens = int(selection.kernel.traits["tile_tokens"])
     plan = native_plan(
@@ -90,6 +181,7 @@ def context_launch(
         attributes=LaunchAttributes(programmatic_serialization=problem.programmatic_serialization),
         values={
             **_scale_strides(problem),
+            **({"page_table": 0} if sources else {}),
             "q_map": _query_map(problem, selection.packed),
             "k_map": _kv_map(problem, problem.head_dim, problem.k_strides, tile_tokens),
             "v_map": _kv_map(problem, problem.value_dim, problem.v_strides, tile_tokens),
@@ -118,7 +210,7 @@ def context_launch(
             "lse_scale": math.log(2) if problem.lse_natural else 1.0,
             "lse_sink": int(problem.lse_with_sink),
         },
-        caches={"q_map": "q", "k_map": "k", "v_map": "v"},
+        caches={"q_map": "q", "k_map": "k", "v_map": "v", **(sources or {})},
         regions=regions,
         why=selection,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import KW_ONLY
+from dataclasses import KW_ONLY, replace
 from functools import lru_cache
 
 from ....artifacts.tables.native_kernels import MEASURED, NativeKernel
@@ -14,9 +14,10 @@ from ....launch.driver import DeviceFacts
 from ....values import HashedOnce, dataclass
 from ...explanation import Facts
 from ..constants import CONSTANTS
-from ..selection import Candidate, Selection, number_of
+from ..selection import Candidate, Selection, number_of, only_kernel
 
 OPERATION = "context_attention"
+CONVERSION = "cache_conversion"
 # Columns of a query and a key -> those of a value.
 VALUE_DIMS = {64: 64, 128: 128, 192: 128, 256: 256}
 HEAD_DIMS = tuple(VALUE_DIMS)
@@ -30,10 +31,18 @@ _SECTION_BYTES = 32 << 20
 _SECTION_WORK_TILES = 8
 _CTAS_OF_A_PACK = 8
 _WARPGROUP_ROWS = 64
+# An e4m3 cache is converted before into at most so much memory.
+_CONVERSION_BYTES = 512 << 20
 # Microseconds that a CTA takes for a key tile, by head_dim, and for the launch with its first and last bytes: as one
 # causal bf16 prompt of 2,048 to 16,384 tokens took on an H200 (benchmarks/results/prefill_single.json).
 _TILE_US = {64: 1.53, 128: 1.74, 192: 2.03, 256: 1.65}
 _FIXED_US = 10.0
+# The same of kernels that convert e4m3 tiles, in the ratio to the others that chunks of 128 to 512 tokens over 16,384
+# keys have; and of a conversion before, its launch and the bytes that it reads and writes in a microsecond
+# (benchmarks/results/context_e4m3.json).
+_E4M3_TILE_US = {64: 1.77, 128: 2.42, 192: 3.30, 256: 2.37}
+_CONVERSION_US = 5.0
+_CONVERSION_BYTES_US = 3.3e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +50,8 @@ class ContextShape:
     """The facts that decide the kernel and the grid: bounds, never the lengths themselves.
 
     ``dtype`` is that of queries and output, ``kv_dtype`` that of keys and values. ``tokens`` are the query tokens of
-    all requests.
+    all requests. ``convertible``: attention over a 16-bit copy of an e4m3 cache would be the same, and read all of it;
+    ``copied`` are the requests of that copy and the tokens that each has room for, None: all and ``max_seq_len``.
     """
 
     dtype: str
@@ -55,6 +65,8 @@ class ContextShape:
     max_seq_len: int
     soft_cap: bool = False
     batch_invariant: bool = False
+    convertible: bool = True
+    copied: tuple[int, int] | None = None
 
     @property
     def segments(self) -> bool:
@@ -70,6 +82,25 @@ class ContextShape:
     def head_packs(self) -> int:
         """Packs of heads, each of one KV head."""
         return self.group * self.kv_heads // self.packed
+
+    @property
+    def copy(self) -> tuple[int, int]:
+        """``copied``, with its default."""
+        return self.copied or (self.batch, self.max_seq_len)
+
+    @property
+    def copy_bytes(self) -> int:
+        """Bytes of the 16-bit copy of an e4m3 cache; 0: there can be none, or it would be too large."""
+        if self.kv_dtype == self.dtype or not self.convertible:
+            return 0
+        columns = self.head_dim + VALUE_DIMS[self.head_dim]
+        size = math.prod(self.copy) * self.kv_heads * columns * BY_SHORT[self.dtype].nbytes
+        return size if size <= _CONVERSION_BYTES else 0
+
+    @property
+    def tile_us(self) -> float:
+        """Microseconds that a CTA takes for a key tile."""
+        return (_TILE_US if self.kv_dtype == self.dtype else _E4M3_TILE_US)[self.head_dim]
 
     def section_packs(self, multiprocessors: int, rows: int) -> int:
         """Packs whose work tiles, of ``rows`` rows, are interleaved; sections are about equal."""
@@ -96,7 +127,7 @@ class ContextSelection(Selection):
         key_tiles = self.key_tiles(shape)
         work = f"about {key_tiles:.0f} key tiles for each CTA, if causal and of equal lengths"
         predicted = (
-            f"{self.predicted_us(shape):.1f} us on an H200: {_FIXED_US} + {key_tiles:.1f} x {_TILE_US[shape.head_dim]}"
+            f"{self.predicted_us(shape):.1f} us on an H200: {_FIXED_US} + {key_tiles:.1f} x {shape.tile_us}"
         )
         return ("row tiles", tiles), ("order", order), ("work", work), ("predicted", predicted)
 
@@ -114,7 +145,7 @@ class ContextSelection(Selection):
 
     def predicted_us(self, shape: ContextShape) -> float:
         """Microseconds of such a batch."""
-        return _FIXED_US + _TILE_US[shape.head_dim] * self.key_tiles(shape)
+        return _FIXED_US + shape.tile_us * self.key_tiles(shape)
 
 
 def select_context_attention(
@@ -157,6 +188,57 @@ def select_context_attention(
         packed=shape.packed,
         section_packs=shape.section_packs(device.multiprocessors, rows),
     )
+
+
+class ConversionSelection(Selection):
+    """The kernel that converts a cache, and its grid: a CTA for some tokens of a KV head, keys or values."""
+
+    def grid(self, shape: ContextShape) -> tuple[int, int, int]:
+        """Heads of keys and of values, tokens, and requests."""
+        requests, tokens = shape.copy
+        return 2 * shape.kv_heads, -(-tokens // int(self.kernel.traits["cta_tokens"])), requests
+
+    def facts(self, shape: ContextShape) -> Facts:
+        """What is converted."""
+        requests, tokens = shape.copy
+        words = f"at most {requests} x {tokens} tokens of {shape.kv_heads} KV heads to {shape.dtype}"
+        return ("converted", words), ("predicted", f"{self.predicted_us(shape):.1f} us on an H200")
+
+    def predicted_us(self, shape: ContextShape) -> float:
+        """Microseconds of a cache that is as full as it may be; half as many bytes are read as written."""
+        return _CONVERSION_US + 1.5 * shape.copy_bytes / _CONVERSION_BYTES_US
+
+
+def select_context_launches(
+    kernels: Iterable[NativeKernel], shape: ContextShape, device: DeviceFacts
+) -> tuple[Selection, ...]:
+    """The kernel of context attention, behind that which converts an e4m3 cache where both take less time than one.
+
+    A kernel over e4m3 converts a key tile for each row tile that sees it, a conversion before does it once.
+
+    Raises:
+        UsageError: as ``select_context_attention``.
+    """
+    direct = select_context_attention(kernels, shape, device)
+    if not shape.copy_bytes:
+        return (direct,)
+    kernel, candidates = only_kernel(kernels, CONVERSION, {"dtype": shape.dtype}, device)
+    over_copy = replace(shape, kv_dtype=shape.dtype)
+    attention = select_context_attention(kernels, over_copy, device)
+    times = direct.predicted_us(shape), attention.predicted_us(over_copy)
+    conversion = ConversionSelection(
+        kernel=kernel,
+        ctas=0,
+        row_tiles=1,
+        splits=0,
+        explain=lambda: (
+            f"attention over 16 bits is predicted to take {times[1]:.1f} us, over e4m3 {times[0]:.1f} us",
+            candidates,
+        ),
+    )
+    if times[0] <= conversion.predicted_us(shape) + times[1]:
+        return (direct,)
+    return replace(conversion, ctas=math.prod(conversion.grid(shape))), attention
 
 
 @lru_cache(maxsize=256)  # calls of any size have the same

@@ -7,9 +7,20 @@ import pytest
 
 from cubin_runtime.artifacts.path import ArtifactPath
 from cubin_runtime.kernels.native.launches import KernelFile
+from cubin_runtime.kernels.native.layouts import LAYOUTS
 from cubin_runtime.kernels.native.prefill.params import CONTEXT_ATTENTION, CONTEXT_ATTENTION_E4M3
-from cubin_runtime.kernels.native.prefill.plan import ContextProblem, KvStrides, context_launch
-from cubin_runtime.kernels.native.prefill.select import ContextShape, select_context_attention
+from cubin_runtime.kernels.native.prefill.plan import (
+    ContextProblem,
+    KvStrides,
+    context_launch,
+    context_launches,
+    copy_of_cache,
+)
+from cubin_runtime.kernels.native.prefill.select import (
+    ContextShape,
+    select_context_attention,
+    select_context_launches,
+)
 from cubin_runtime.launch.plan import LaunchPlan
 from cubin_runtime.launch.tensormap import check_tensor_map
 from tests.kernels.context_examples import KERNELS
@@ -150,3 +161,55 @@ def test_the_base_of_the_log_sum_exp_is_a_factor(natural: bool, factor: float) -
 
 def test_the_workspace_is_a_status_word_and_two_counters() -> None:
     assert {plan().inputs[name] for name in ("status", "counters")} == {"status", "counters"}
+
+
+LONG = {"tokens": 8192, "q_len": 8192, "max_seq_len": 9000, "batch": 1, "k_scale_strides": (0, 0)}
+LONG_E4M3 = replace(E4M3, **LONG, v_scale_strides=(0, 0), scale_tensors=frozenset({"k_scale"}))
+FORMS = [
+    LONG_E4M3,
+    replace(LONG_E4M3, page_size=0, num_pages=0, kv_tokens=10000),
+    replace(LONG_E4M3, page_size=0, num_pages=0, kv_tokens=10000, ragged=True),
+]
+
+
+def converted(problem: ContextProblem) -> tuple[LaunchPlan, LaunchPlan]:
+    sizes = {"tokens": problem.tokens, "max_seq_len": problem.max_seq_len, "copied": copy_of_cache(problem)}
+    shape = ContextShape("bf16", "e4m3", 128, 12, 2, problem.batch, **sizes)
+    path = ArtifactPath("hopper-0.1.0/prefill/kernel.cubin")
+    selections = select_context_launches(KERNELS, shape, H100)
+    launches = context_launches(selections, shape, problem, lambda k: KernelFile(path, DIGEST, LAYOUTS[k.struct]))
+    first, second = launches
+    regions = {region.name: region.nbytes for region in first.regions}
+    requests, tokens = copy_of_cache(problem)
+    assert regions == {"status": 4, **dict.fromkeys(("converted_k", "converted_v"), requests * tokens * 2 * 128 * 2)}
+    return first.plan, second.plan
+
+
+@pytest.mark.parametrize("problem", FORMS)
+def test_a_converted_cache_is_read_in_the_order_in_which_it_is_written(problem: ContextProblem) -> None:
+    requests, tokens = copy_of_cache(problem)
+    assert tokens == (9000 if problem.num_pages else 10000)
+    first, second = converted(problem)
+    assert len(first.layout.pack(first.values)) == first.layout.size
+    assert (first.values["tokens"], first.grid) == (tokens, (4, -(-tokens // 128), requests))
+    assert (first.values["k_page_stride"], first.values["v_token_stride"]) == (16 * 512, 512)
+    for name in ("k", "v"):
+        spec = second.values[f"{name}_map"]
+        check_tensor_map(spec.moved(0x7F0000100000))
+        assert (spec.dims, spec.dtype) == ((128, tokens, 2, requests), "bfloat16")
+        assert spec.strides == (256, tokens * 256, tokens * 512)
+        assert second.inputs[f"{name}_map"] == f"converted_{name}"
+    assert second.inputs["softmax_scale_device"] == "k_scale"
+    assert second.inputs["output_scale_device"] == "output_scale_device"
+    assert second.attributes.programmatic_serialization
+    assert "page_table" not in second.inputs
+    assert second.values["page_table"] == 0
+    assert (second.values["kv_tokens"], second.values["page_size_log2"]) == (tokens, 30)
+
+
+def test_all_ragged_tokens_are_converted_and_of_others_those_of_the_lengths() -> None:
+    paged, even, ragged = [converted(problem)[0] for problem in FORMS]
+    assert paged.inputs["seq_lens"] == even.inputs["seq_lens"] == "seq_lens"
+    assert paged.inputs["max_seq_len"] == "max_seq_len"
+    assert not {"seq_lens", "max_seq_len"} & ragged.inputs.keys()
+    assert (ragged.values["seq_lens"], ragged.values["max_seq_len"]) == (0, 10000)

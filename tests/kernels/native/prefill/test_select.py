@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cubin_runtime.errors import UsageError
-from cubin_runtime.kernels.native.prefill.select import ContextShape, select_context_attention
+from cubin_runtime.kernels.native.prefill.select import ContextShape, select_context_attention, select_context_launches
 from tests.kernels.context_examples import KERNELS
 from tests.launch.examples import H100, device
 
@@ -50,7 +50,7 @@ def test_other_head_dims_have_no_segments(head_dim: int) -> None:
 
 
 def test_a_release_without_segments_is_refused_by_batch_invariant() -> None:
-    kernels = [kernel for kernel in KERNELS if not kernel.traits["segments"]]
+    kernels = [kernel for kernel in KERNELS if not kernel.traits.get("segments")]
     with pytest.raises(UsageError, match="it has no segments"):
         select_context_attention(kernels, replace(SHAPE, batch_invariant=True), H100)
 
@@ -136,3 +136,70 @@ def test_another_device_is_refused() -> None:
 def test_a_release_without_such_kernels_is_named() -> None:
     with pytest.raises(UsageError, match="the release has none"):
         select_context_attention((), SHAPE, H100)
+
+
+def names_of_launches(**sizes: object) -> list[str]:
+    shape = replace(SHAPE, kv_dtype="e4m3", **sizes)
+    return [selection.kernel.name for selection in select_context_launches(KERNELS, shape, H100)]
+
+
+CONVERTED = ["convert_e4m3_cache_to_bf16_sm90a", "context_bf16_d128_sm90a"]
+DIRECT = ["context_bf16_over_e4m3_d128_sm90a"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ({}, CONVERTED),
+        ({"tokens": 1024, "max_seq_len": 1 << 16}, CONVERTED),
+        ({"tokens": 128, "max_seq_len": 1 << 14}, CONVERTED),
+        # Few row tiles read a key: the bytes that a conversion writes cost more than to convert it for each.
+        ({"batch": 8, "tokens": 8 * 512, "kv_heads": 32, "group": 1}, DIRECT),
+        ({"batch": 32, "tokens": 32 * 8, "kv_heads": 32, "group": 1, "max_seq_len": 1 << 14}, DIRECT),
+        ({"batch": 64, "tokens": 64}, DIRECT),
+        # A launch more costs as much as it saves.
+        ({"tokens": 256, "max_seq_len": 256}, DIRECT),
+        # The copy of 1 GiB would be too large, that of 512 MiB is not.
+        ({"tokens": 8192, "max_seq_len": 1 << 18}, DIRECT),
+        ({"tokens": 8192, "max_seq_len": 1 << 17}, CONVERTED),
+        ({"convertible": False}, DIRECT),
+        ({"max_seq_len": 0}, DIRECT),
+    ],
+)
+def test_a_cache_is_converted_before_where_that_takes_less_time(sizes: dict[str, object], expected: list[str]) -> None:
+    assert names_of_launches(**sizes) == expected
+
+
+def test_a_16_bit_cache_is_not_converted() -> None:
+    (only,) = select_context_launches(KERNELS, SHAPE, H100)
+    assert only == select_context_attention(KERNELS, SHAPE, H100)
+
+
+def test_a_conversion_says_what_it_does() -> None:
+    shape = replace(SHAPE, kv_dtype="e4m3", copied=(1, 5000))
+    conversion, _ = select_context_launches(KERNELS, shape, H100)
+    assert conversion.grid(shape) == (16, 40, 1)
+    assert conversion.ctas == 640
+    assert dict(conversion.facts(shape))["converted"] == "at most 1 x 5000 tokens of 8 KV heads to bf16"
+    assert conversion.reason.startswith("attention over 16 bits is predicted to take ")
+
+
+def test_predictions_over_e4m3_are_near_what_was_measured() -> None:
+    measured = json.loads((RESULTS / "context_e4m3.json").read_text())
+    sizes = {
+        "prompt of 8192": {},
+        "chunk of 1024 over 65536": {"tokens": 1024, "max_seq_len": 1 << 16},
+        "4 prompts of 2048": {"batch": 4, "max_seq_len": 2048},
+    }
+    compared = 0
+    for row in measured["rows"]:
+        if row["case"] in sizes and row["dtype"] == "bfloat16" and not row["batch_invariant"]:
+            shape = replace(SHAPE, kv_dtype="e4m3", head_dim=row["head_dim"], **sizes[row["case"]])
+            conversion, attention = select_context_launches(KERNELS, shape, H100)
+            over_copy = replace(shape, kv_dtype="bf16")
+            predicted = conversion.predicted_us(shape) + attention.predicted_us(over_copy)
+            assert predicted == pytest.approx(row["us"]["e4m3"], rel=0.2), (row["case"], row["head_dim"])
+            direct = select_context_attention(KERNELS, shape, H100).predicted_us(shape)
+            assert direct == pytest.approx(row["us"]["e4m3, in the kernel"], rel=0.25), (row["case"], row["head_dim"])
+            compared += 1
+    assert compared == 12
