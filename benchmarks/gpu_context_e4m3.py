@@ -2,7 +2,8 @@
 
 Run: ``python benchmarks/gpu_context_e4m3.py --out DIR`` on a machine with a Hopper GPU and torch. ``--experiments``
 names builds of ``python -m kernels_src.experiment``, which take turns too. A ratio is the time over the 16-bit cache by
-that over the e4m3 cache: above 1 the e4m3 cache is faster. ``context_e4m3.json`` in DIR is the result.
+that over the e4m3 cache: above 1 the e4m3 cache is faster. "In the kernel" no cache is converted before, as scales by
+head do not allow it. ``context_e4m3.json`` in DIR is the result.
 """
 
 from __future__ import annotations
@@ -73,21 +74,36 @@ class Case:
         ]
         wide = [cache.to(self.dtype) for cache in caches]
 
-        def planned(runtime: Runtime, k: torch.Tensor, v: torch.Tensor) -> Callable[[], torch.Tensor]:
+        def planned(
+            runtime: Runtime, k: torch.Tensor, v: torch.Tensor, k_scale: torch.Tensor | None = None
+        ) -> Callable[[], torch.Tensor]:
             out = q.new_empty(len(q), self.heads, value_dim)
             bounds = {"max_seq_len": max(self.kv_lens), "max_q_len": max(self.q_lens)}
             plan = plan_context_attention(
-                q, k, v, out, **named, **bounds, batch_invariant=self.batch_invariant, runtime=runtime
+                q,
+                k,
+                v,
+                out,
+                **named,
+                **bounds,
+                k_scale=k_scale,
+                batch_invariant=self.batch_invariant,
+                runtime=runtime,
             )
 
             def call() -> torch.Tensor:
-                plan.run(q, k, v, out, **named)
+                plan.run(q, k, v, out, **named, k_scale=k_scale)
                 return out
 
             return call
 
         first = next(iter(runtimes.values()))
-        return {"16 bits": planned(first, *wide), **{n: planned(r, *caches) for n, r in runtimes.items()}}
+        ones = torch.ones(self.kv_heads, device="cuda")
+        return {
+            "16 bits": planned(first, *wide),
+            **{n: planned(r, *caches) for n, r in runtimes.items()},
+            "e4m3, in the kernel": planned(first, *caches, ones),
+        }
 
 
 def cases(chosen: argparse.Namespace) -> list[Case]:

@@ -549,7 +549,12 @@ def _cache_conversion(dtype: str) -> Variant:
         operation="cache_conversion",
         struct="CacheConversionParams",
         traits={"dtype": dtype, "cta_tokens": tokens},
-        defines={"TO_FP16": int(dtype == "fp16"), "CTA_TOKENS": tokens},
+        defines={
+            "TO_FP16": int(dtype == "fp16"),
+            "CTA_TOKENS": tokens,
+            "UNITS_IN_FLIGHT": 4,
+            "LOAD_FUNCTION": LOAD_FUNCTION,
+        },
     )
 
 

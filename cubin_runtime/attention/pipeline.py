@@ -235,9 +235,24 @@ def _scratch_of_torch(plan: StepPlan, device: int) -> SemaphoreWorkspace:
         size = workspace_size([region for region in plan.regions if region.zeroed == zeroed])
         tensor = torch_bytes(size, device, zeroed=zeroed) if size else None
         tensors.append(tensor)
-        parts.append((0 if tensor is None else view_of(tensor, "workspace").pointer, size))
+        parts.append((0 if tensor is None else tensor.data_ptr(), size))
     semaphores, scratch = parts
     return SemaphoreWorkspace(semaphores, scratch, owner=tensors)
+
+
+def _with_lent_scratch(
+    runtime: PlanRuntime, plan: StepPlan, workspace: SemaphoreWorkspace | None, like: Any
+) -> SemaphoreWorkspace:
+    """Scratch for one run from the framework of the tensor ``like``, beside a workspace's semaphores, or new ones."""
+    kinds = ([region for region in plan.regions if region.zeroed == zeroed] for zeroed in (True, False))
+    zeroed, other = map(workspace_size, kinds)
+    scratch = runtime.memory.empty(like, (other,), "uint8")
+    place = view_of(scratch, "workspace").pointer, other
+    if workspace is not None:
+        note_unrepeatable()  # repeated calls would take the workspace's own scratch
+        return replace(workspace, scratch=place, owner=(workspace.owner, scratch))
+    semaphores = runtime.memory.zeros(like, (zeroed,), "uint8")
+    return SemaphoreWorkspace((view_of(semaphores, "workspace").pointer, zeroed), place, owner=(semaphores, scratch))
 
 
 def _scratch_of_call(runtime: PlanRuntime, plan: StepPlan, workspace: Any, like: Any, stream: int) -> Any:
@@ -249,13 +264,13 @@ def _scratch_of_call(runtime: PlanRuntime, plan: StepPlan, workspace: Any, like:
     lent = any(region.lent for region in plan.regions)
     if (workspace is None or lent) and is_torch(like) and stream == runtime.memory.current_stream(like):
         if isinstance(workspace, SemaphoreWorkspace):
-            note_unrepeatable()
-            own = _scratch_of_torch(plan, plan.device)
-            return replace(workspace, scratch=own.scratch, owner=(workspace.owner, own.owner))
+            return _with_lent_scratch(runtime, plan, workspace, like)
         if workspace is None:
             with runtime.driver.using(runtime.driver.context_on(plan.device)):
                 of_graph = runtime.driver.is_capturing(stream)
             if of_graph:
                 note_unrepeatable()
-            workspace = TORCH_SCRATCH if of_graph or lent else None
+                workspace = TORCH_SCRATCH
+            elif lent:
+                return _with_lent_scratch(runtime, plan, None, like)
     return _scratch_of_torch(plan, plan.device) if workspace is TORCH_SCRATCH else workspace

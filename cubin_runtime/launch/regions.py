@@ -14,8 +14,8 @@ REGION_ALIGNMENT = 256
 class Region:
     """A part of a workspace that a plan needs: its name, size in bytes and alignment (a power of two).
 
-    ``zeroed``: it must be zero when a kernel first gets it, and kernels leave it so (but for a status word). ``lent``: it
-    is too large for every plan to keep one, so a call with torch tensors takes torch's memory for the time of a run.
+    ``zeroed``: it must be zero when a kernel first gets it, and kernels leave it so (but for a status word). ``lent``:
+    it is too large for every plan to keep one, so a call with torch tensors takes torch's memory for the time of a run.
     """
 
     name: str

@@ -3,11 +3,13 @@
 //
 //   pages, requests or ragged tokens of e4m3 --> [request, KV head, token, column]; ragged: [KV head, token, column]
 //
-// A CTA converts CTA_TOKENS tokens of a request and KV head, keys or values; eight lanes a row, each 8 columns at
-// a time, so that a warp reads and writes whole sectors. Tokens past a request's length are left as they are: attention
-// masks their keys and clears their values.
+// A CTA converts CTA_TOKENS tokens of a request and KV head, keys or values. Its threads take 8 columns each, neighbours
+// those of a row and then of the next, so that reads are whole rows and writes follow each other. Tokens past a
+// request's length are left as they are: attention masks their keys and clears their values.
 //
-// Build: -DTO_FP16=0|1 (else bf16) -DCTA_TOKENS=n, a multiple of 32, -DKERNEL_NAME=symbol
+// Build: -DTO_FP16=0|1 (else bf16) -DCTA_TOKENS=n, a multiple of 32
+//        -DUNITS_IN_FLIGHT=n loads of a thread, which divides CTA_TOKENS / 32
+//        -DLOAD_FUNCTION=__ldcs|__ldcg (how the cache is read) -DKERNEL_NAME=symbol
 #include "../common/ptx.cuh"
 #include "CacheConversionParams.h"
 #include "KernelConstants.h"
@@ -17,10 +19,7 @@ namespace cache_conversion {
 using Params = CacheConversionParams;
 
 constexpr int THREADS = 256;
-constexpr int ROW_LANES = 8;
-constexpr int COLUMNS = 8 * ROW_LANES;  // of a row at a time
-constexpr int ROWS = THREADS / ROW_LANES;  // at a time
-constexpr int ROUNDS = CTA_TOKENS / ROWS;
+constexpr int UNIT = 8;  // columns of a thread at a time
 
 // Keys or values of one KV head; strides in bytes.
 struct Tensor {
@@ -41,14 +40,44 @@ DEVICE Tensor tensor_of(const Params& p, bool is_key, int head) {
     return t;
 }
 
-// Ids out of bounds are clamped, as attention over pages does.
-DEVICE int page_of(const Params& p, bool is_key, int token) {
-    if (p.page_table == nullptr) return blockIdx.z;
-    const int* ids = static_cast<const int*>(p.page_table) + blockIdx.z * p.table_stride;
-    const int page = ids[(is_key ? 0 : p.v_table_offset) + (token >> p.page_size_log2)];
-    if (page >= 0 && page < p.num_pages) return page;
-    atomicOr(static_cast<uint32_t*>(p.status), STATUS_PAGE_OUTSIDE_POOL);
-    return min(max(page, 0), p.num_pages - 1);
+template <int COLUMNS>
+DEVICE void convert(const Params& p, const Tensor& t, bool is_key, int first, int length) {
+    constexpr int ROW_UNITS = COLUMNS / UNIT, UNITS = CTA_TOKENS * ROW_UNITS / THREADS;  // of a thread
+    static_assert(UNITS % UNITS_IN_FLIGHT == 0, "all of them are taken");
+    const int units = (length - first) * ROW_UNITS;
+    const int* ids = p.page_table == nullptr ? nullptr
+                                             : static_cast<const int*>(p.page_table) + blockIdx.z * p.table_stride +
+                                                   (is_key ? 0 : p.v_table_offset);
+    bool is_outside = false;
+    uint16_t* to = t.to + static_cast<int64_t>(first) * COLUMNS;
+#pragma unroll 1
+    for (int base = threadIdx.x; base < UNITS * THREADS; base += UNITS_IN_FLIGHT * THREADS) {
+        int page[UNITS_IN_FLIGHT];
+        uint2 raw[UNITS_IN_FLIGHT];
+        const auto unit_of = [&](int i) { return min(base + i * THREADS, units - 1); };  // the last one again
+#pragma unroll
+        for (int i = 0; i < UNITS_IN_FLIGHT; ++i)
+            page[i] = ids == nullptr ? blockIdx.z : ids[(first + unit_of(i) / ROW_UNITS) >> p.page_size_log2];
+#pragma unroll
+        for (int i = 0; i < UNITS_IN_FLIGHT; ++i) {
+            // Clamped, as attention over pages does.
+            const int inside = ids == nullptr ? page[i] : min(max(page[i], 0), p.num_pages - 1);
+            is_outside |= inside != page[i];
+            const int slot = (first + unit_of(i) / ROW_UNITS) & ((1 << p.page_size_log2) - 1);
+            const uint8_t* row = t.from + inside * t.page_stride + slot * t.token_stride;
+            raw[i] = LOAD_FUNCTION(reinterpret_cast<const uint2*>(row + unit_of(i) % ROW_UNITS * UNIT));
+        }
+#pragma unroll
+        for (int i = 0; i < UNITS_IN_FLIGHT; ++i) {
+            constexpr auto pairs = TO_FP16 ? e4m3_to_fp16 : e4m3_to_bf16;
+            uint4 converted;
+            pairs(raw[i].x, converted.x, converted.y);
+            pairs(raw[i].y, converted.z, converted.w);
+            const int unit = base + i * THREADS;
+            if (unit < units) __stcg(reinterpret_cast<uint4*>(to + unit * UNIT), converted);
+        }
+    }
+    if (is_outside) atomicOr(static_cast<uint32_t*>(p.status), STATUS_PAGE_OUTSIDE_POOL);
 }
 
 }  // namespace cache_conversion
@@ -64,28 +93,10 @@ extern "C" __global__ void __launch_bounds__(cache_conversion::THREADS)
     if (p.seq_lens != nullptr) length = min(length, static_cast<const int*>(p.seq_lens)[blockIdx.z]);
     if (first >= length) return;
     const Tensor t = tensor_of(p, is_key, head);
-    const int row = threadIdx.x / ROW_LANES, lane = threadIdx.x % ROW_LANES;
-    const uint8_t* from[ROUNDS];
-#pragma unroll
-    for (int i = 0; i < ROUNDS; ++i) {
-        const int token = min(first + i * ROWS + row, length - 1);
-        const int slot = token & ((1 << p.page_size_log2) - 1);
-        from[i] = t.from + page_of(p, is_key, token) * t.page_stride + slot * t.token_stride + lane * 8;
-    }
-    uint16_t* to = t.to + static_cast<int64_t>(first + row) * t.columns + lane * 8;
-#pragma unroll 1
-    for (int column = 0; column < t.columns; column += COLUMNS) {
-        uint2 raw[ROUNDS];
-#pragma unroll
-        for (int i = 0; i < ROUNDS; ++i) raw[i] = __ldcs(reinterpret_cast<const uint2*>(from[i] + column));
-#pragma unroll
-        for (int i = 0; i < ROUNDS; ++i) {
-            constexpr auto pairs = TO_FP16 ? e4m3_to_fp16 : e4m3_to_bf16;
-            uint4 converted;
-            pairs(raw[i].x, converted.x, converted.y);
-            pairs(raw[i].y, converted.z, converted.w);
-            if (first + i * ROWS + row < length)
-                *reinterpret_cast<uint4*>(to + static_cast<int64_t>(i) * ROWS * t.columns + column) = converted;
-        }
+    switch (t.columns) {
+        case 64: return convert<64>(p, t, is_key, first, length);
+        case 128: return convert<128>(p, t, is_key, first, length);
+        case 192: return convert<192>(p, t, is_key, first, length);
+        case 256: return convert<256>(p, t, is_key, first, length);
     }
 }

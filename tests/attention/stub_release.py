@@ -112,9 +112,7 @@ def build_stub_release(folder: Path) -> tuple[Path, Path]:
     variants += [stub_variant("bf16", 512, 8), stub_variant("bf16", 64, 64)]
     # A source for each struct.
     conversions = [v for v in VARIANTS if v.operation == "cache_conversion"]
-    copying = [
-        replace(v, source=v.source.replace(".cu", f"_{v.struct}.cu")) for v in (*COPYING_VARIANTS, *conversions)
-    ]
+    copying = [replace(v, source=v.source.replace(".cu", f"_{v.struct}.cu")) for v in (*COPYING_VARIANTS, *conversions)]
     for variant in copying:
         (sources / variant.source).parent.mkdir(exist_ok=True)
         text = SOURCE.replace("PagedDecodeTmaParams", variant.struct).replace("p.batch", "p.tokens")

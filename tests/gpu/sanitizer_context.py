@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from itertools import product
+from unittest.mock import patch
 
 import numpy as np
 
 from cubin_runtime.attention import Runtime
+from cubin_runtime.kernels.native.prefill import select
 from tests.gpu.context_cases import HEAD_DIMS, random_context_case
 from tests.gpu.context_device import context_on_device
 
@@ -24,4 +27,27 @@ def context_all(runtime: Runtime) -> set[str]:
             device.run()
             device.assert_right()
             used.add(device.plan.selections[0].kernel.name)
+    return used | conversions(runtime)
+
+
+def conversions(runtime: Runtime) -> set[str]:
+    """A cache of each form that is converted before, for both types; the names of the kernels that ran."""
+    used = set()
+    for dtype, form in product(("bf16", "fp16"), ("paged", "even", "ragged")):
+        rng = np.random.default_rng(23)
+        given = {
+            "dtype": dtype,
+            "form": form,
+            "e4m3": True,
+            "window_left": -1,
+            "kv_scales": "one",
+            "device_scales": False,
+        }
+        with (
+            patch.object(select, "_CONVERSION_US", -math.inf),
+            context_on_device(runtime, random_context_case(rng, **given), rng, guard=0) as device,
+        ):
+            device.run()
+            device.assert_right()
+            used |= {selection.kernel.name for selection in device.plan.selections}
     return used

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from ...attention.backends import AUTO, NATIVE, TRTLLM_GEN
@@ -10,7 +11,7 @@ from ...attention.operators.context_attention import context_attention
 from ...attention.paged_cache import E4M3
 from ...attention.torch_ops import TORCH_SCRATCH
 from ...attention.trtllm_gen.checks import check_vector
-from ...errors import UsageError
+from ...errors import UsageError, WorkspaceError
 from ...tensor import TensorView, view_of
 from .arguments import ContextArguments, RaggedArguments, tensor_or_none
 from .layouts import cache_pair
@@ -91,7 +92,8 @@ def _attend(
             f"{output.view.dtype}, expected that of query by backend {NATIVE!r}: {q.dtype}", argument="out_dtype"
         )
     lse = lse_of(call, (q.shape[0], q.shape[1]))
-    launch(
+    attend = partial(
+        launch,
         context_attention,
         call,
         names,
@@ -104,8 +106,14 @@ def _attend(
         max_q_len=call.max_q_len,
         window_left=call.window_left,
         batch_invariant=call.batch_invariant,
-        # A converted cache may need more than FlashInfer's workspace has.
-        workspace=TORCH_SCRATCH if tensors[1].dtype == E4M3 else with_own_semaphores(call, q.device),
         **options,
     )
+    try:
+        attend(workspace=with_own_semaphores(call, q.device))
+    except WorkspaceError:
+        if tensors[1].dtype != E4M3:
+            raise
+        attend(
+            workspace=TORCH_SCRATCH
+        )  # the 16-bit copy of a cache is larger than the workspace that FlashInfer asks for
     return (output.tensor, lse) if call.return_lse else output.tensor

@@ -82,7 +82,10 @@ class ContextProblem:
 
 
 def context_launches(
-    selections: Sequence[Selection], shape: ContextShape, problem: ContextProblem, file_of: Callable[[NativeKernel], KernelFile]
+    selections: Sequence[Selection],
+    shape: ContextShape,
+    problem: ContextProblem,
+    file_of: Callable[[NativeKernel], KernelFile],
 ) -> list[NativeLaunch[Any]]:
     """The launches of a context attention, with the selections of ``select_context_launches``.
 

@@ -126,9 +126,7 @@ class ContextSelection(Selection):
         order = f"longest request first; {self.section_packs} of {shape.head_packs} head packs interleaved"
         key_tiles = self.key_tiles(shape)
         work = f"about {key_tiles:.0f} key tiles for each CTA, if causal and of equal lengths"
-        predicted = (
-            f"{self.predicted_us(shape):.1f} us on an H200: {_FIXED_US} + {key_tiles:.1f} x {shape.tile_us}"
-        )
+        predicted = f"{self.predicted_us(shape):.1f} us on an H200: {_FIXED_US} + {key_tiles:.1f} x {shape.tile_us}"
         return ("row tiles", tiles), ("order", order), ("work", work), ("predicted", predicted)
 
     def key_tiles(self, shape: ContextShape) -> float:
