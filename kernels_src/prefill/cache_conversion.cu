@@ -40,6 +40,12 @@ DEVICE Tensor tensor_of(const Params& p, bool is_key, int head) {
     return t;
 }
 
+// Nobody reads the keys of a request without query tokens, whose page ids may be anything.
+DEVICE bool has_queries(const Params& p) {
+    const int* sums = static_cast<const int*>(p.q_cu_seq_lens);
+    return sums == nullptr || sums[blockIdx.z + 1] > sums[blockIdx.z];
+}
+
 template <int COLUMNS>
 DEVICE void convert(const Params& p, const Tensor& t, bool is_key, int first, int length) {
     constexpr int ROW_UNITS = COLUMNS / UNIT, UNITS = CTA_TOKENS * ROW_UNITS / THREADS;  // of a thread
@@ -91,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(cache_conversion::THREADS)
     const bool is_key = blockIdx.x % 2 == 0;
     int length = min(p.max_seq_len, p.tokens);
     if (p.seq_lens != nullptr) length = min(length, static_cast<const int*>(p.seq_lens)[blockIdx.z]);
-    if (first >= length) return;
+    if (first >= length || !has_queries(p)) return;
     const Tensor t = tensor_of(p, is_key, head);
     switch (t.columns) {
         case 64: return convert<64>(p, t, is_key, first, length);

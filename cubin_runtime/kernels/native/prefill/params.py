@@ -67,6 +67,7 @@ CACHE_CONVERSION = StructLayout.declare(
         Field("converted_v", "ptr", "values, 16 bits: [batch, kv_heads, tokens, v_columns]"),
         Field("page_table", "ptr", "int32 [batch, table_stride], page ids of each request in order; null: no pages"),
         Field("seq_lens", "ptr", "int32 [batch], keys of each request; null: tokens"),
+        Field("q_cu_seq_lens", "ptr", "int32 [batch + 1], prefix sums of query tokens; null: each request has some"),
         Field("status", "ptr", f"uint32, bits of what was clamped: {STATUS_BITS_TEXT}"),
         *(
             Field(f"{name}_{of}_stride", "int64", f"bytes between {of}s in {name}")

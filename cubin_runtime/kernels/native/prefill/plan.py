@@ -19,7 +19,7 @@ from ..selection import Selection
 from .select import ContextSelection, ContextShape
 
 _COUNTERS = Region("counters", 8, zeroed=True)
-_CONVERTED = {"k_map": "converted_k", "v_map": "converted_v"}
+_COPY = {"k_map": "converted_k", "v_map": "converted_v"}
 # Of a row in one TMA box, which are swizzled; a longer row is several boxes of the same map. Rows that are no multiple
 # of them are in boxes of half as many.
 _BOX_BYTES = 128
@@ -97,19 +97,21 @@ def context_launches(
     if not before:
         return [context_launch(selection, problem, file)]
     (conversion,) = before
-    first = _conversion_launch(conversion, shape, problem, file_of(conversion.kernel))
-    scale = {f"{name}_scale_device": of for name, of in (("softmax", "k_scale"), ("output", "v_scale"))}
-    given = {field: of for field, of in scale.items() if problem.scale_tensors & {of}}
-    return [first, context_launch(selection, _converted(problem), file, {**_CONVERTED, **given})]
+    scales = {"softmax_scale_device": "k_scale", "output_scale_device": "v_scale"}
+    sources = {field: scale for field, scale in scales.items() if scale in problem.scale_tensors}
+    return [
+        _conversion_launch(conversion, shape, problem, file_of(conversion.kernel)),
+        context_launch(selection, _problem_of_copy(problem), file, {**_COPY, **sources}),
+    ]
 
 
 def copy_of_cache(problem: ContextProblem) -> tuple[int, int]:
-    """Requests of a converted cache, and the tokens that each has room for; ragged tokens are of one."""
+    """Requests of the 16-bit copy of a cache, and the tokens that each has room for; ragged tokens are of one."""
     return 1 if problem.ragged else problem.batch, problem.kv_tokens or problem.max_seq_len
 
 
-def _converted(problem: ContextProblem) -> ContextProblem:
-    """The problem over the converted cache."""
+def _problem_of_copy(problem: ContextProblem) -> ContextProblem:
+    """The problem over the 16-bit copy of the cache."""
     _, tokens = copy_of_cache(problem)
 
     def strides(columns: int) -> KvStrides:
@@ -151,7 +153,7 @@ def _conversion_launch(
         attributes=LaunchAttributes(programmatic_serialization=problem.programmatic_serialization),
         values={
             **strides,
-            **({"seq_lens": 0} if problem.ragged else {}),
+            **(dict.fromkeys(("seq_lens", "q_cu_seq_lens"), 0) if problem.ragged else {}),
             "table_stride": problem.table_stride,
             "v_table_offset": problem.v_table_offset,
             "kv_heads": problem.kv_heads,

@@ -42,7 +42,7 @@ _FIXED_US = 10.0
 # (benchmarks/results/context_e4m3.json).
 _E4M3_TILE_US = {64: 1.77, 128: 2.42, 192: 3.30, 256: 2.37}
 _CONVERSION_US = 5.0
-_CONVERSION_BYTES_US = 3.3e6
+_CONVERSION_BYTES_US = 3.5e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +197,7 @@ class ConversionSelection(Selection):
         return 2 * shape.kv_heads, -(-tokens // int(self.kernel.traits["cta_tokens"])), requests
 
     def facts(self, shape: ContextShape) -> Facts:
-        """What is converted."""
+        """The size of the copy and the time."""
         requests, tokens = shape.copy
         words = f"at most {requests} x {tokens} tokens of {shape.kv_heads} KV heads to {shape.dtype}"
         return ("converted", words), ("predicted", f"{self.predicted_us(shape):.1f} us on an H200")
