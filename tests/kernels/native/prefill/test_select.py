@@ -186,20 +186,18 @@ def test_a_conversion_says_what_it_does() -> None:
 
 def test_predictions_over_e4m3_are_near_what_was_measured() -> None:
     measured = json.loads((RESULTS / "context_e4m3.json").read_text())
-    sizes = {
-        "prompt of 8192": {},
-        "chunk of 1024 over 65536": {"tokens": 1024, "max_seq_len": 1 << 16},
-        "4 prompts of 2048": {"batch": 4, "max_seq_len": 2048},
-    }
+    sizes = {"prompt of 8192": {}, "4 prompts of 2048": {"batch": 4, "max_seq_len": 2048}}
     compared = 0
     for row in measured["rows"]:
+        case, us = (row["case"], row["head_dim"]), row["us"]
+        assert us["e4m3"] < 1.08 * us["e4m3, in the kernel"], case
         if row["case"] in sizes and row["dtype"] == "bfloat16" and not row["batch_invariant"]:
             shape = replace(SHAPE, kv_dtype="e4m3", head_dim=row["head_dim"], **sizes[row["case"]])
             conversion, attention = select_context_launches(KERNELS, shape, H100)
             over_copy = replace(shape, kv_dtype="bf16")
             predicted = conversion.predicted_us(shape) + attention.predicted_us(over_copy)
-            assert predicted == pytest.approx(row["us"]["e4m3"], rel=0.2), (row["case"], row["head_dim"])
+            assert predicted == pytest.approx(us["e4m3"], rel=0.2), case
             direct = select_context_attention(KERNELS, shape, H100).predicted_us(shape)
-            assert direct == pytest.approx(row["us"]["e4m3, in the kernel"], rel=0.25), (row["case"], row["head_dim"])
+            assert direct == pytest.approx(us["e4m3, in the kernel"], rel=0.25), case
             compared += 1
-    assert compared == 12
+    assert compared == 8
