@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from gpu_environment import built_sources, gpu_environment
+from row_origin import origin_of_calls
 
 from cubin_runtime import Config
 from cubin_runtime.attention import Runtime, plan_context_attention
@@ -150,6 +151,9 @@ def row_of(case: Case, runtimes: dict[str, Runtime], rounds: int) -> dict[str, A
         "us": us,
         "rounds_us": times,
         "ratio": {name: round(us["16 bits"] / own, 3) for name, own in us.items() if name != "16 bits"},
+        **origin_of_calls(
+            runtimes["e4m3"].driver, *(calls[name] for name in ("16 bits", "e4m3", "e4m3, in the kernel"))
+        ),
         "same_bits": {name: torch.equal(own, outputs["16 bits"]) for name, own in outputs.items()},
     }
 

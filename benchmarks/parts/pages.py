@@ -64,7 +64,10 @@ def _prefill(results: Path) -> str:
         return NOT_MEASURED
     profile = report_of(results / "prefill_profile.json")
     title, balance = prefill_page.balance(profile)
+    over_e4m3 = report_of(results / "context_e4m3.json")
+    own, table = prefill_page.over_e4m3(over_e4m3)
     parts = (*summary.slower(report), prefill_page.figures(report), title, _aged(balance, profile["rows"], results))
+    parts += (own, _aged(table, over_e4m3["rows"], results))
     return explained("\n\n".join(parts))
 
 

@@ -17,6 +17,16 @@ do on average, of the time of the last. The products that ran are compared with 
 it hides are skipped, those on its edges are computed whole.
 
 """
+E4M3_TITLE = "## Over e4m3 caches"
+E4M3 = """`benchmarks/gpu_context_e4m3.py`, [`context_e4m3.json`](../../benchmarks/results/context_e4m3.json): 32 query
+heads over 8 KV heads, or over 32 where the case says so; pages of 64 tokens; calls in turns. *Ratio*: the time over a
+16-bit cache of the same numbers divided by that over the e4m3 cache, and in the last columns by that where no cache is
+converted before, as with scales by head. All outputs are bitwise identical to those over 16 bits.
+
+"""
+E4M3_PARTS = """The conversion alone, and attention behind it (torch's profiler, bf16):
+
+"""
 # A warp's share of a product of 64 rows and 16 columns or keys: where values have 64 columns, or tiles 64 keys, one of
 # the two products is half as wide.
 FLOP_OF_WARP_INSTRUCTION = {64: 131072 / 3, 128: 65536, 192: 65536, 256: 131072 / 3}
@@ -97,6 +107,27 @@ def balance(profile: Report) -> tuple[str, str]:
         products = row["metrics"]["sm__inst_executed_pipe_tensor_op_gmma.sum"][0] * flop / row["flop"]
         lines.append(f"| {row['case']} | {first / last:.1%} | {mean / last:.1%} | {products:.3f} |")
     return BALANCE_TITLE, BALANCE + "\n".join(lines)
+
+
+def over_e4m3(report: Report) -> tuple[str, str]:
+    """A heading, and the times over e4m3 caches and of the parts of such a call, as Markdown."""
+    environment = report["environment"]
+    place = (
+        f"{environment['gpu']['name']}, torch {environment['packages']['torch']}; {environment['date'][:10]}. "
+        f"Medians of {len(report['rows'][0]['rounds_us']['e4m3'])} rounds."
+    )
+    heads = ("case", "head_dim", "dtype", "16 bits", "e4m3", "ratio", "converted in the kernel", "ratio")
+    lines = [place, "", f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
+    for row in report["rows"]:
+        case = row["case"] + ", `batch_invariant`" * row["batch_invariant"]
+        times = (f"{time_of(row['us'][name])} | {row['ratio'][name]:.2f}" for name in ("e4m3", "e4m3, in the kernel"))
+        before = (case, str(row["head_dim"]), row["dtype"], time_of(row["us"]["16 bits"]))
+        lines.append(f"| {' | '.join((*before, *times))} |")
+    lines += ["", E4M3_PARTS + "| case | head_dim | conversion | attention |", "| --- | --- | --- | --- |"]
+    for row in report["parts"]["rows"]:
+        conversion, attention = (min(one) for one in zip(*next(iter(row["us"].values())), strict=True))
+        lines.append(f"| {row['case']} | {row['head_dim']} | {time_of(conversion)} | {time_of(attention)} |")
+    return E4M3_TITLE, E4M3 + "\n".join(lines)
 
 
 def draw(report: Report, image: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,8 +15,7 @@ from ....launch.tensormap import TensorMapSpec
 from ....values import dataclass
 from ..launches import STATUS, KernelFile, NativeLaunch, native_plan
 from ..problem import LOG2_E, NUMBERS, kv_scale_strides, page_size_log2
-from ..selection import Selection
-from .select import ContextSelection, ContextShape
+from .select import ContextSelection, ContextSelections, ContextShape, ConversionSelection
 
 _COUNTERS = Region("counters", 8, zeroed=True)
 _COPY = {"k_map": "converted_k", "v_map": "converted_v"}
@@ -82,7 +81,7 @@ class ContextProblem:
 
 
 def context_launches(
-    selections: Sequence[Selection],
+    selections: ContextSelections,
     shape: ContextShape,
     problem: ContextProblem,
     file_of: Callable[[NativeKernel], KernelFile],
@@ -92,11 +91,11 @@ def context_launches(
     A run's values are the tensors' addresses by name, ``q``, ``k`` and ``v`` among them, those of the workspace's
     regions, and ``problem.NUMBERS``.
     """
-    *before, selection = selections
+    selection = selections[-1]
     file = file_of(selection.kernel)
-    if not before:
+    if len(selections) == 1:
         return [context_launch(selection, problem, file)]
-    (conversion,) = before
+    conversion = selections[0]
     scales = {"softmax_scale_device": "k_scale", "output_scale_device": "v_scale"}
     sources = {field: scale for field, scale in scales.items() if scale in problem.scale_tensors}
     return [
@@ -132,8 +131,8 @@ def _problem_of_copy(problem: ContextProblem) -> ContextProblem:
 
 
 def _conversion_launch(
-    selection: Selection, shape: ContextShape, problem: ContextProblem, file: KernelFile
-) -> NativeLaunch[Selection]:
+    selection: ConversionSelection, shape: ContextShape, problem: ContextProblem, file: KernelFile
+) -> NativeLaunch[ConversionSelection]:
     requests, tokens = copy_of_cache(problem)
     token_bytes = requests * tokens * problem.kv_heads * BY_SHORT[problem.dtype].nbytes
     regions = (

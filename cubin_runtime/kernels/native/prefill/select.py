@@ -207,9 +207,12 @@ class ConversionSelection(Selection):
         return _CONVERSION_US + 1.5 * shape.copy_bytes / _CONVERSION_BYTES_US
 
 
+ContextSelections = tuple[ContextSelection] | tuple[ConversionSelection, ContextSelection]
+
+
 def select_context_launches(
     kernels: Iterable[NativeKernel], shape: ContextShape, device: DeviceFacts
-) -> tuple[Selection, ...]:
+) -> ContextSelections:
     """The kernel of context attention, behind that which converts an e4m3 cache where both take less time than one.
 
     A kernel over e4m3 converts a key tile for each row tile that sees it, a conversion before does it once.
