@@ -31,7 +31,7 @@ DIGESTS = frozenset({"a", "b"})
 BY_ROW = {
     "results/decode": ("decode", "decode_groups", "engine_regime", "method_check"),
     "results/mla": ("mla", "sparse_mla", "sparse_mla_soak"),
-    "results/prefill": ("prefill",),
+    "results/prefill": ("prefill", "context_e4m3"),
     "results/h100": ("decode_h100", "mla_h100", "prefill_h100"),
 }
 # Pages whose figures are said to be of an earlier release if one row is, by the reports.
