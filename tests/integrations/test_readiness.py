@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 from cubin_runtime.attention import Runtime, plan_paged_decode  # noqa: E402
 from cubin_runtime.integrations import readiness  # noqa: E402
 from cubin_runtime.integrations.paged_batch import LayerOptions  # noqa: E402
-from cubin_runtime.integrations.scratch import Limits  # noqa: E402
+from cubin_runtime.integrations.scratch import Limits, SharedScratch  # noqa: E402
 from cubin_runtime.launch.regions import workspace_size  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -58,3 +58,19 @@ def test_a_few_numbers_of_requests_need_as_much_as_all(
     assert enough[0] >= least[0]
     assert enough[1] >= least[1]
     assert enough[2] >= least[2]
+
+
+@pytest.mark.parametrize("keys", [8192, 1 << 17, 1 << 20])
+def test_prompts_over_e4m3_need_the_kernels_of_both_ways_and_no_memory_of_the_copy(hopper: Runtime, keys: int) -> None:
+    options = LayerOptions(0.125, -1, 0.0, None, batch_invariant=False)
+    q = torch.zeros(4096, 32, 128, dtype=torch.bfloat16)
+    plans = list(readiness._plans(q, 8, 16, "HND", options, Limits(MOST, 4096, keys), torch.float8_e4m3fn))
+    operations = {launch.selection.kernel.operation for plan in plans for launch in plan.launches}
+    assert operations == {"paged_decode", "cache_conversion", "context_attention"}
+    dtypes = {str(launch.selection.kernel.traits.get("kv_dtype")) for plan in plans for launch in plan.launches}
+    assert dtypes >= {"e4m3", "bf16"}
+    scratch = SharedScratch(0, 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scratch, "_made_for", lambda _: None)
+        scratch.cover(plans, Limits(MOST, 4096, keys))
+    assert scratch._sizes[1] < 24 << 20 < max(plan.workspace_bytes for plan in plans)
