@@ -11,7 +11,7 @@ from cubin_runtime.kernels.native.decode.grids import (
     ANY_ROWS,
     Grid,
     Part,
-    estimate_of,
+    estimates_of,
     extent_of,
     grids_of,
     tiling_of,
@@ -109,7 +109,7 @@ def _decode_launches(kernels: Sequence[NativeKernel], row: Row, device: DeviceFa
             extent, tiles = extent_of(tiling, shape, part), -(-row.longest // tiling.tile_tokens)
             for grid in grids_of(tiling, extent, shape, device, costs):
                 for slack in _slacks(grid, tiles, row.batch):
-                    estimate = estimate_of(tiling, extent, grid._replace(slack_tiles=slack), exact, tiles)
+                    (estimate,) = estimates_of(tiling, extent, grid._replace(slack_tiles=slack), exact, [tiles])
                     found[_launch(kernel, grid, slack)] = estimate.microseconds
     limit = min(found.values()) * _FAR_PREDICTED
     for launch, us in found.items():

@@ -1,7 +1,7 @@
 """The constants of the cost model that fit measured launches, and how far predictions are off. No GPU, no torch.
 
 Of rows whose requests are all equally long, every other one is fitted; the others are held back. The model is the one
-by which launches are chosen: the work of each measured launch comes from ``grids.estimate_of``, here with a pace that
+by which launches are chosen: the work of each measured launch comes from ``grids.estimates_of``, here with a pace that
 returns the work itself.
 """
 
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from cubin_runtime.artifacts.tables.native_kernels import NativeKernel
 from cubin_runtime.kernels.native.cost_model import Costs, costs_of, pace_of, restated, stated
-from cubin_runtime.kernels.native.decode.grids import ANY_ROWS, Grid, Part, estimate_of, extent_of, tiling_of
+from cubin_runtime.kernels.native.decode.grids import ANY_ROWS, Grid, Part, estimates_of, extent_of, tiling_of
 from cubin_runtime.launch.driver import DeviceFacts
 
 from .candidates import shape_of
@@ -85,7 +85,7 @@ def _samples(
         recorded = tiling._replace(paces=(_Recorder(),) * tiling.resident)
         names = ("ctas", "resident", "cta_group_size", "row_tiles", "cluster_size", "slack_tiles")
         grid = Grid(tiles=0, **{name: launch[name] for name in names})
-        work = estimate_of(recorded, extent_of(tiling, shape, part), grid, shape, tiling.tiles)
+        (work,) = estimates_of(recorded, extent_of(tiling, shape, part), grid, shape, [tiling.tiles])
         pace = {
             "item_bytes": 1 if row.dtype == "e4m3" else 2,
             "q_item_bytes": 2,

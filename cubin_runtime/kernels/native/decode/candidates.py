@@ -10,7 +10,7 @@ from ....launch.driver import DeviceFacts
 from ....values import dataclass
 from ..cost_model import Estimate
 from ..selection import Candidate, number_of
-from .grids import Grid, Tiling, trait_of
+from .grids import Grid, Tiling
 from .shape import DecodeShape
 
 
@@ -73,7 +73,7 @@ def refusal(candidates: Sequence[DecodeCandidate], shape: DecodeShape, device: D
         return f"{opening}: the release has decode kernels for {', '.join(map(str, targets))}"
     sizes: dict[str, set[int]] = {}
     for candidate in here:
-        sizes.setdefault(str(candidate.kernel.traits["dtype"]), set()).add(trait_of(candidate.kernel, "head_dim"))
+        sizes.setdefault(str(candidate.kernel.traits["dtype"]), set()).add(int(candidate.kernel.traits["head_dim"]))
     can = "; ".join(f"{dtype} with head_dim {', '.join(map(str, sorted(dims)))}" for dtype, dims in sizes.items())
     if shape.head_dim not in sizes.get(shape.dtype, ()):
         return f"{opening}: its kernels take {can}"

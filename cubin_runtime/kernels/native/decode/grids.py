@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from ....artifacts.tables.native_kernels import NativeKernel
@@ -103,9 +104,10 @@ class Extent(NamedTuple):
 def tiling_of(kernel: NativeKernel, shape: DecodeShape, part: Part, device: DeviceFacts, costs: Costs) -> Tiling:
     """The tiling of the requests of ``part`` by ``kernel``, whatever their number and their total number of tokens."""
     by_shared = device.shared_bytes_per_multiprocessor // (kernel.dynamic_shared_bytes + _RESERVED_SHARED_BYTES)
-    resident = max(1, min(by_shared, trait_of(kernel, "ctas_per_multiprocessor")))
-    rows, tile_tokens = trait_of(kernel, "rows"), trait_of(kernel, "tile_tokens")
-    item_bytes, segments = BY_SHORT[shape.dtype].nbytes, kernel.traits["arithmetic"] == SEGMENTS
+    traits = kernel.traits
+    resident = max(1, min(by_shared, int(traits["ctas_per_multiprocessor"])))
+    rows, tile_tokens = int(traits["rows"]), int(traits["tile_tokens"])
+    item_bytes, segments = BY_SHORT[shape.dtype].nbytes, traits["arithmetic"] == SEGMENTS
     paces = [
         pace_of(
             costs,
@@ -124,7 +126,7 @@ def tiling_of(kernel: NativeKernel, shape: DecodeShape, part: Part, device: Devi
         rows=rows,
         tile_tokens=tile_tokens,
         resident=resident,
-        tma=bool(kernel.traits["tma"]),
+        tma=bool(traits["tma"]),
         row_tiles=max(1, -(-min(shape.rows, part.max_rows) // rows)),
         tiles=shape.tiles(tile_tokens),
         tile_bytes=2 * tile_tokens * shape.head_dim * item_bytes,
@@ -174,8 +176,9 @@ def grids_of(tiling: Tiling, extent: Extent, shape: DecodeShape, device: DeviceF
                 break
         # If few CTAs idle for it, CTA groups whose ranges all end at boundaries of output tiles: others write partials.
         groups, blocks = ctas // group_size, output_tiles // group_size
+        slack_tokens = _FEW_SLACK_TOKENS if 2 * output_tiles < ctas else _SLACK_TOKENS
         # Under batch_invariant, requests are cut by their own lengths alone.
-        slack = 0 if shape.batch_invariant else _slack_tiles(tiling, extent, ctas)
+        slack = 0 if shape.batch_invariant else slack_tokens // tiling.tile_tokens
         if on_borders:
             drifts_apart = resident > 1 and tiling.shares_lines and not tiling.segments
             fewest = groups if drifts_apart else groups - groups // idle_share
@@ -227,46 +230,56 @@ def _few_splits_grid(tiling: Tiling, extent: Extent, shape: DecodeShape, costs: 
     """
     numbers = [extent.output_tiles * splits for splits in _FEW_SPLITS]
     fewer = [whole._replace(ctas=n, cta_group_size=tiling.group_sizes[0]) for n in numbers if n < whole.ctas]
-    all_us, *times = [estimate_of(tiling, extent, grid, shape, tiling.tiles).microseconds for grid in (whole, *fewer)]
+    bound = (tiling.tiles,)
+    at_bound = [estimates_of(tiling, extent, grid, shape, bound) for grid in (whole, *fewer)]
+    all_us, *times = [estimate.microseconds for (estimate,) in at_bound]
     limit = min(all_us, min(times) * (1 + costs.equal_within))
     return [grid for grid, us in zip(fewer, times, strict=True) if us <= limit][:1]
 
 
-def estimate_of(tiling: Tiling, extent: Extent, grid: Grid, shape: DecodeShape, tiles: int) -> Estimate:
-    """The predicted time on this grid if all requests have ``tiles`` KV tiles.
+def estimates_of(
+    tiling: Tiling, extent: Extent, grid: Grid, shape: DecodeShape, lengths: Iterable[int]
+) -> list[Estimate]:
+    """The predicted times on this grid, for each of ``lengths`` that of requests which all have so many KV tiles.
 
     As in the kernel, the lengths decide whether clusters take the output tiles, and whether these are split at all.
     """
-    output_tiles, splits = extent.output_tiles, tiling.splits
-    all_tiles = output_tiles * tiles
-    output_tiles_per_cta, active = -(-output_tiles // grid.ctas), min(grid.ctas, all_tiles)
-    in_clusters = _takes_clusters(grid, shape, all_tiles, tiles)
-    if in_clusters:
-        splits, active = min(tiles, grid.cluster_size), min(all_tiles, output_tiles * grid.cluster_size)
-        tiles_per_cta = -(-tiles // grid.cluster_size)
-    elif splits and not (tiling.segments and output_tiles % grid.ctas == 0):
-        tiles_per_cta = -(-output_tiles * splits // grid.ctas) * -(-tiles // splits)
-    elif tiles <= grid.slack_tiles:
-        splits, tiles_per_cta, active = 1, output_tiles_per_cta * tiles, min(grid.ctas, output_tiles)
-    else:
-        # If requests are as long as their bound, a CTA group may have whole output tiles, or an equal part of one.
-        # Otherwise its range begins and ends within output tiles.
-        groups, blocks = grid.ctas // grid.cta_group_size, output_tiles // grid.cta_group_size
-        even = not shape.ragged and not (blocks % groups and groups % blocks)
-        splits = min(tiles, -(-grid.ctas // output_tiles) + (0 if even else 1))
-        tiles_per_cta = -(-all_tiles // grid.ctas)
-        output_tiles_per_cta = min(tiles_per_cta, output_tiles_per_cta + (0 if even else 1))
+    output_tiles, size, pace = extent.output_tiles, grid.cluster_size, tiling.paces[grid.resident - 1]
     kv_heads_read = extent.requests * shape.kv_heads
-    return tiling.paces[grid.resident - 1].estimate(
-        kv_heads_read * tiles * tiling.tile_bytes,
-        output_tiles / kv_heads_read,
-        tiles_per_cta,
-        output_tiles_per_cta,
-        splits,
-        active,
-        in_clusters,
-        shape.batch == 1 and tiling.tiles * tiling.tile_tokens <= _ALONE_TOKENS,
-    )
+    # If requests are as long as their bound, a CTA group may have whole output tiles, or an equal part of one.
+    # Otherwise its range begins and ends within output tiles.
+    groups, blocks = grid.ctas // grid.cta_group_size, output_tiles // grid.cta_group_size
+    uneven = 1 if shape.ragged or (blocks % groups and groups % blocks) else 0
+    alone = shape.batch == 1 and tiling.tiles * tiling.tile_tokens <= _ALONE_TOKENS
+    estimates = []
+    for tiles in lengths:
+        all_tiles, splits = output_tiles * tiles, tiling.splits
+        output_tiles_per_cta, active = -(-output_tiles // grid.ctas), min(grid.ctas, all_tiles)
+        tiles_per_cta = -(-tiles // size) if size else 0
+        in_clusters = size > 0 and (shape.batch == 1 or tiles_per_cta <= all_tiles // grid.ctas + grid.slack_tiles)
+        if in_clusters:
+            splits, active = min(tiles, size), min(all_tiles, output_tiles * size)
+        elif splits and not (tiling.segments and output_tiles % grid.ctas == 0):
+            tiles_per_cta = -(-output_tiles * splits // grid.ctas) * -(-tiles // splits)
+        elif tiles <= grid.slack_tiles:
+            splits, tiles_per_cta, active = 1, output_tiles_per_cta * tiles, min(grid.ctas, output_tiles)
+        else:
+            splits = min(tiles, -(-grid.ctas // output_tiles) + uneven)
+            tiles_per_cta = -(-all_tiles // grid.ctas)
+            output_tiles_per_cta = min(tiles_per_cta, output_tiles_per_cta + uneven)
+        estimates.append(
+            pace.estimate(
+                kv_heads_read * tiles * tiling.tile_bytes,
+                output_tiles / kv_heads_read,
+                tiles_per_cta,
+                output_tiles_per_cta,
+                splits,
+                active,
+                in_clusters,
+                alone,
+            )
+        )
+    return estimates
 
 
 def lengths_of(tiling: Tiling, shape: DecodeShape) -> tuple[int, ...]:
@@ -291,17 +304,6 @@ def _drifts(tiling: Tiling, shape: DecodeShape, all_tiles: int, ctas: int) -> bo
     return not shape.batch_invariant and tiling.row_tiles > 1 and all_tiles * tiling.tile_tokens > ctas * _DRIFT_TOKENS
 
 
-def _slack_tiles(tiling: Tiling, extent: Extent, ctas: int) -> int:
-    few = 2 * extent.output_tiles < ctas
-    return (_FEW_SLACK_TOKENS if few else _SLACK_TOKENS) // tiling.tile_tokens
-
-
-def _takes_clusters(grid: Grid, shape: DecodeShape, all_tiles: int, longest: int) -> bool:
-    """Return whether each output tile has a cluster, where the longest has so many KV tiles, as the kernel does."""
-    size = grid.cluster_size
-    return size > 0 and (shape.batch == 1 or -(-longest // size) <= all_tiles // grid.ctas + grid.slack_tiles)
-
-
 def splits_of(tiling: Tiling, grid: Grid, shape: DecodeShape) -> int:
     """The kernel's field ``splits``: the most of an output tile, or for segments the partials of a CTA.
 
@@ -313,8 +315,3 @@ def splits_of(tiling: Tiling, grid: Grid, shape: DecodeShape) -> int:
     tiles = shape.batch * grid.row_tiles * shape.kv_heads * tiling.tiles
     segment_tiles = CONSTANTS.segment_tokens // tiling.tile_tokens
     return 1 + min(tiling.splits - 1, -(-tiles // (grid.ctas * segment_tiles)))
-
-
-def trait_of(kernel: NativeKernel, name: str) -> int:
-    """A trait that is a number."""
-    return int(kernel.traits[name])

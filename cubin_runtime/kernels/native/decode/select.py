@@ -23,14 +23,13 @@ from .grids import (
     Grid,
     Part,
     Tiling,
-    estimate_of,
+    estimates_of,
     extent_of,
     grids_of,
     least_us,
     lengths_of,
     splits_of,
     tiling_of,
-    trait_of,
 )
 from .shape import DecodeShape
 
@@ -211,7 +210,7 @@ def _fits(
     fits = []
     lengths = lengths_of(tiling, shape)
     for grid in grids_of(tiling, extent, shape, device, costs):
-        estimates = [estimate_of(tiling, extent, grid, shape, tiles) for tiles in lengths]
+        estimates = estimates_of(tiling, extent, grid, shape, lengths)
         times = tuple([estimate.microseconds for estimate in estimates])
         fits.append(Fit(kernel, tiling, grid, estimates[0], times[0], times))
     return fits
@@ -231,7 +230,7 @@ def _best(every: Sequence[Sequence[Fit]], shape: DecodeShape, part: Part, costs:
 
 
 def _order(fit: Fit, shape: DecodeShape, part: Part) -> tuple[int, int, int, bool, float, str]:
-    padding = fit.grid.row_tiles * trait_of(fit.kernel, "rows") - min(shape.rows, part.max_rows)
+    padding = fit.grid.row_tiles * fit.tiling.rows - min(shape.rows, part.max_rows)
     target = fit.kernel.architecture
     closeness = (-target.number, target.suffix != "a")
     return padding, fit.grid.row_tiles, *closeness, fit.microseconds, fit.kernel.name
@@ -276,7 +275,7 @@ def _reason(fit: Fit, shape: DecodeShape, part: Part, device: DeviceFacts) -> st
     kernel, grid = fit.kernel, fit.grid
     built = f"built for {kernel.architecture}" + ("" if kernel.status == MEASURED else f" ({kernel.status})")
     tokens = f"{'up to ' if shape.ragged else ''}{count(shape.q_len, 'query token')}"
-    tile_tokens = trait_of(kernel, "tile_tokens")
+    tile_tokens = fit.tiling.tile_tokens
     in_window = shape.kv_tokens(tile_tokens) < shape.max_seq_len
     keys = f"{tile_tokens} keys" + (" in the window" if in_window else "")
     invariant = ""
