@@ -8,7 +8,7 @@ import pytest
 
 from cubin_runtime.compat.renaming import renamed
 from cubin_runtime.errors import UsageError, WorkspaceError
-from cubin_runtime.launch.regions import Region, place_regions
+from cubin_runtime.launch.workspace import Region, place_regions
 
 SHAPE = UsageError("shape (1,), expected (2,)", argument="q")
 BOUND = UsageError("expected at least 0", argument="max_seq_len", value=-1)

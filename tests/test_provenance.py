@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cubin_runtime.attention import TensorView
-from cubin_runtime.launch.regions import Region, place_regions
+from cubin_runtime.launch.workspace import Region, place_regions
 from cubin_runtime.provenance import ArgumentAddress, ArgumentNumber, number_of, traced_call
 from cubin_runtime.tensor import view_of
 

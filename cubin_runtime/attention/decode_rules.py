@@ -7,7 +7,7 @@ from typing import Any
 
 from ..dtypes import DTYPES
 from ..errors import UsageError
-from ..kernels.native.context_parallel import Dealing
+from ..kernels.native.problem import Dealing
 from ..values import dataclass
 from .attention_operator import (
     SCALE_TENSORS,

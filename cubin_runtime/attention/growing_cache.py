@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
@@ -53,7 +52,7 @@ def decode_growing(
         UsageError: as ``paged_decode``, which has the same rules.
     """
     torch = sys.modules["torch"]
-    if is_compiling() or is_suspended() or installed() is not None or torch._C._len_torch_dispatch_stack():
+    if is_compiling() or is_suspended() or installed.hook is not None or torch._C._len_torch_dispatch_stack():
         return None
     if torch.autograd.forward_ad._current_level >= 0:
         return None
@@ -231,7 +230,7 @@ def _of_length(spec: TensorMapSpec, cache: TensorView) -> TensorMapSpec:
     """The descriptor of a plan for a cache of another length."""
     page, token, head = (stride * ITEM_BYTES[cache.dtype] for stride in strides_of(cache))
     dims = (spec.dims[0], cache.shape[1], *spec.dims[2:])
-    return replace(spec, address=0, dims=dims, strides=(token, head, page))
+    return spec._replace(address=0, dims=dims, strides=(token, head, page))
 
 
 def _numbers(like: Any, count: int, first: int) -> Any:

@@ -27,18 +27,13 @@ class Run(NamedTuple):
 Hook = Callable[[Run, Callable[[], Any]], Any]
 
 
-class _State:
+class _Installed:
+    """The hook that makes each launch, by the function that it is given; None: nothing sees them."""
+
     hook: Hook | None = None
 
 
-def install(hook: Hook | None) -> None:
-    """Let ``hook`` make each launch from now on, by the function that it is given; None: nothing sees them."""
-    _State.hook = hook
-
-
-def installed() -> Hook | None:
-    """The hook, or None."""
-    return _State.hook
+installed = _Installed()
 
 
 def record_process(folder: Path) -> None:

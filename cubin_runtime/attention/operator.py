@@ -62,7 +62,9 @@ class CallTensors(dict[str, TensorView]):
         self.declared = tuple(declared)
         self._there = [(arg, view) for arg, view in zip(declared, views, strict=True) if view is not None]
         super().__init__([(arg.name, view) for arg, view in self._there])
-        self.specs: tuple[TensorSpec | None, ...] = tuple([view.spec if view else None for view in views])
+        self.specs: tuple[TensorSpec | None, ...] = tuple(
+            [TensorSpec(view.dtype, view.shape, view.strides, view.device) if view else None for view in views]
+        )
 
     @property
     def addresses(self) -> tuple[int, ...]:
@@ -252,7 +254,9 @@ class Operator:
         """
         numbers = dict[str, float | None]()
         for name in self.scales:
-            number, arguments[name] = split_scale(arguments[name], name)
+            scale, number = arguments[name], None
+            if scale is not None:
+                number, arguments[name] = split_scale(scale, name)
             if number == 0 and not self.takes_zero:
                 raise UsageError("expected a number other than 0", argument=name, value=number)
             numbers[name] = number

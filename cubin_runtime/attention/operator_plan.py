@@ -14,10 +14,17 @@ from ..kernels.native.constants import StatusBit
 from ..kernels.native.launches import STATUS, NativeLaunch
 from ..launch.plan import LaunchPlan
 from ..launch.prepared import OtherContextError, PreparedLaunches, RepeatedLaunches
-from ..launch.regions import Region, workspace_size
 from ..launch.streams import stream_handle
 from ..launch.structs import FieldRow
-from ..launch.workspace import AnyWorkspace, Workspace, WorkspacePool, check_workspace, context_of_launch
+from ..launch.workspace import (
+    AnyWorkspace,
+    Region,
+    Workspace,
+    WorkspacePool,
+    check_workspace,
+    context_of_launch,
+    workspace_size,
+)
 from ..provenance import traced
 from .fast_path.notes import FastPaths, Launched, Scratch
 from .hook import Run, installed
@@ -204,7 +211,7 @@ class OperatorPlan:
             WorkspaceError: the workspace is too small or belongs to another stream.
             DeviceError: the kernel cannot be loaded or launched.
         """
-        hook = installed()
+        hook = installed.hook
         if hook is None:
             return self._launch(addresses, numbers, workspace, stream)
         run = Run(self, addresses, numbers, stream)

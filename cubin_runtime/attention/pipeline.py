@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import UsageError
 from ..launch.driver import DeviceFacts
-from ..launch.regions import workspace_size
 from ..launch.streams import stream_handle
-from ..launch.workspace import AnyWorkspace, SemaphoreWorkspace, check_workspace
+from ..launch.workspace import AnyWorkspace, SemaphoreWorkspace, check_workspace, workspace_size
 from ..tensor import is_torch, view_of
 from ..values import dataclass
 from .backends import check_device_facts, resolve_backend

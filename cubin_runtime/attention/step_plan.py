@@ -11,9 +11,8 @@ from ..errors import UsageError, WorkspaceError
 from ..launch.workspace import AnyWorkspace, EagerClaim, Workspace, check_workspace
 from .fast_path.guards import KnownForms, guarded
 from .fast_path.notes import note_launch
-from .fast_path.operator_function import suspendable
+from .fast_path.operator_function import Binding, new_paths, suspendable
 from .fast_path.path import BoundPlace, Path
-from .fast_path.paths import Binding, new_paths
 from .fast_path.table import Address, CallTable, Constant, TensorRow
 from .former_names import renamed_options
 from .operator_plan import OperatorPlan

@@ -6,7 +6,6 @@ In a capture its scratch comes from torch's allocator, so a graph that torch cap
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -125,27 +124,6 @@ class TorchOp:
             arguments[name] = value
         fixed = {name: scratch if value is TORCH_SCRATCH else value for name, value in self.fixed.items()}
         return arguments | fixed
-
-
-_CONSTANTS = frozenset({bool, int, float, str})
-
-
-def is_intercepted(arguments: Sequence[Any]) -> bool:
-    """Return whether torch, or a class of tensors, wants to see the ops of a call rather than their memory."""
-    torch = sys.modules.get("torch")
-    if torch is None:
-        return False
-    if torch._C._len_torch_dispatch_stack():
-        return True
-    others = [value for value in arguments if value is not None and type(value) not in _CONSTANTS]
-    flat = [part for value in others for part in (value if isinstance(value, (tuple, list)) else (value,))]
-    tensors = [value for value in flat if isinstance(value, torch.Tensor)]
-    return any(
-        type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-        or torch._is_functional_tensor(tensor)
-        or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-        for tensor in tensors
-    )
 
 
 _libraries: list[Any] = []

@@ -48,7 +48,7 @@ def observers() -> tuple[Observer, ...]:
 
 def _install(entered: tuple[Observer, ...]) -> None:
     _Entered.observers = entered
-    hook.install(_observe if entered else None)
+    hook.installed.hook = _observe if entered else None
 
 
 def _observe(run: Run, launch: Callable[[], Any]) -> Any:

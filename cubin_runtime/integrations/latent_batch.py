@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..attention.operators.mla_decode import mla_decode
 from ..errors import UsageError
-from ..kernels.native.context_parallel import Dealing
 from ..kernels.native.mla.select import COLUMNS, MAX_HEADS, MAX_QUERIES
+from ..kernels.native.problem import Dealing
 from ..kernels.native.sparse_mla.select import MAX_WIDTH
 
 if TYPE_CHECKING:

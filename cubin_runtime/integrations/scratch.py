@@ -8,8 +8,7 @@ from weakref import WeakKeyDictionary
 
 from ..attention.operator_plan import OperatorPlan
 from ..attention.runtime import Runtime, default_runtime
-from ..launch.regions import workspace_size
-from ..launch.workspace import SemaphoreWorkspace, Workspace
+from ..launch.workspace import SemaphoreWorkspace, Workspace, workspace_size
 
 
 class Limits(NamedTuple):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..artifacts.cubins.architecture import Architecture
 from ..errors import AbiError
-from ..values import dataclass
 from .driver import DeviceFacts
 from .structs import StructLayout
 
@@ -14,8 +13,7 @@ if TYPE_CHECKING:
     from ..artifacts.cubins.cubin import Cubin, KernelFacts
 
 
-@dataclass(frozen=True, slots=True)
-class LaunchNeeds:
+class LaunchNeeds(NamedTuple):
     """The requirements of a launch on a kernel.
 
     ``layout`` is the struct passed by value as the only parameter, ``threads`` a block's size,
@@ -31,17 +29,6 @@ class LaunchNeeds:
     dynamic_shared_bytes: int = 0
     declared: Architecture | None = None
     nonportable_cluster: bool = False
-
-    def key(self) -> tuple[object, ...]:
-        """A key that identifies the requirements, cheap to hash."""
-        return (
-            self.layout.fingerprint,
-            self.threads,
-            self.fingerprint,
-            self.dynamic_shared_bytes,
-            self.declared,
-            self.nonportable_cluster,
-        )
 
 
 def check_launchable(cubin: Cubin, symbol: str, needs: LaunchNeeds, device: DeviceFacts) -> KernelFacts:
@@ -88,7 +75,7 @@ def effective_architecture(actual: Architecture, declared: Architecture | None) 
 def check_architecture(architecture: Architecture, device: DeviceFacts) -> None:
     """Raise ``AbiError`` unless a kernel built for ``architecture`` runs on ``device``."""
     major, minor = device.capability
-    if not architecture.runs_on(major * 10 + minor):
+    if not architecture.runs_on(device.sm_number):
         label = " (declared)" if architecture.declared else ""
         raise AbiError(
             f"architecture: the kernel is built for {architecture}{label}, "

@@ -41,6 +41,11 @@ class DeviceFacts:
     l2_bytes: int
     driver_version: int
 
+    @property
+    def sm_number(self) -> int:
+        """The compute capability as a target's number, 90 for 9.0."""
+        return self.capability[0] * 10 + self.capability[1]
+
 
 class Life(Protocol):
     """The life of something that uses memory."""

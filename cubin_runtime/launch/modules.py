@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..artifacts.cubins.architecture import Architecture
 from ..errors import FrozenError
@@ -54,8 +54,7 @@ class LoadedKernel:
     parameters_checked: bool
 
 
-@dataclass(frozen=True, slots=True)
-class KernelRequest:
+class KernelRequest(NamedTuple):
     """A kernel that a module cache is asked for.
 
     ``context`` is the driver handle of the context to load into, ``sha256`` the digest of the cubin, ``symbol`` the
@@ -107,7 +106,7 @@ class ModuleCache:
         self._load_locks: dict[tuple[int, str], threading.RLock] = {}
         self._facts: dict[str, Cubin] = {}
         self._modules: dict[tuple[int, str], _Module] = {}
-        self._kernels: dict[tuple[int, str, str, tuple[object, ...]], LoadedKernel] = {}
+        self._kernels: dict[tuple[int, str, str, LaunchNeeds], LoadedKernel] = {}
         self._shared: dict[int, int] = {}
         self._loads = self._hits = self._failures = self._bytes = 0
         self._frozen = False
@@ -135,7 +134,7 @@ class ModuleCache:
             AbiError: the kernel does not fit what it is needed for, or the device.
             DriverError: the driver refuses.
         """
-        key = (request.context, request.sha256, request.symbol, request.needs.key())
+        key = (request.context, request.sha256, request.symbol, request.needs)
         loaded = self._kernels.get(key)
         if loaded is None:
             with self._load_lock(request.context, request.sha256), self._driver.using(request.context):

@@ -357,14 +357,11 @@ def _rows(scalars: Sequence[tuple[str, int, int]]) -> list[_Row]:
             runs.append((codes + code, begin, [*numbers, number]))
         else:
             runs.append((code, offset, [number]))
-    return [(struct.Struct(f"<{codes}").pack_into, offset, _items(numbers)) for codes, offset, numbers in runs]
-
-
-def _items(numbers: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    if len(numbers) > 1:
-        return itemgetter(*numbers)
-    (number,) = numbers
-    return lambda values: (values[number],)
+    rows: list[_Row] = []
+    for codes, offset, numbers in runs:
+        of = itemgetter(*numbers) if len(numbers) > 1 else itemgetter(slice(numbers[0], numbers[0] + 1))
+        rows.append((struct.Struct(f"<{codes}").pack_into, offset, of))
+    return rows
 
 
 def filled(layout: StructLayout, values: Mapping[str, object]) -> tuple[memoryview, int, Any]:

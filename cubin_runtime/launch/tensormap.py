@@ -9,12 +9,10 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ..errors import UsageError
-from ..values import dataclass
 
 if TYPE_CHECKING:
     from .driver import Driver
@@ -116,8 +114,7 @@ class TensorMapError(UsageError):
         super().__init__(f"tensor map rule {rule!r}: {message}")
 
 
-@dataclass(frozen=True, slots=True)
-class TensorMapSpec:
+class TensorMapSpec(NamedTuple):
     """A tiled TMA descriptor before it is encoded; innermost dimension first.
 
     ``address`` is the device address; ``dims`` the size of each dimension in elements; ``strides`` the bytes
@@ -149,7 +146,7 @@ class TensorMapSpec:
 
     def moved(self, address: int) -> TensorMapSpec:
         """The same view of another address."""
-        return replace(self, address=address)
+        return self._replace(address=address)
 
     def encode(self, driver: TensorMapEncoder) -> bytes:
         """Check, then let the driver encode: 128 bytes.

@@ -1,4 +1,5 @@
-"""Device scratch that one stream, or one captured graph, has at a time: a plan's own, and callers' buffers."""
+"""Device scratch that one stream, or one captured graph, has at a time: a plan's own, callers' buffers, and the regions
+in them."""
 
 from __future__ import annotations
 
@@ -15,13 +16,63 @@ from ..tensor import Tensor, view_of
 from ..values import dataclass
 from .driver import Driver
 from .graph_life import GraphLife
-from .regions import Region, place_regions
 from .streams import PER_THREAD, is_default, stream_handle
 
 if TYPE_CHECKING:
     from ..protocols import Stream
 
 Place = tuple[int, int]  # address and bytes
+REGION_ALIGNMENT = 256
+
+
+class Region(NamedTuple):
+    """A part of a workspace that a plan needs: its name, size in bytes and alignment (a power of two).
+
+    ``zeroed``: it must be zero when a kernel first gets it, and kernels leave it so (but for a status word). ``lent``:
+    it is too large for every plan to keep one, so a call with torch tensors takes torch's memory for the time of a run.
+    """
+
+    name: str
+    nbytes: int
+    alignment: int = REGION_ALIGNMENT
+    zeroed: bool = False
+    lent: bool = False
+
+
+def workspace_size(regions: Sequence[Region]) -> int:
+    """Bytes that always suffice for ``regions``, wherever an address begins that is a multiple of 16.
+
+    Raises:
+        UsageError: a region has fewer than 0 bytes, or an alignment that is no power of two.
+    """
+    for region in regions:
+        if region.nbytes < 0 or region.alignment.bit_count() != 1:
+            raise UsageError(f"{region}: expected bytes of 0 or more and an alignment that is a power of two")
+    slack = max([region.alignment for region in regions], default=1) - 16
+    end = 0
+    for region in regions:
+        end += -end % region.alignment + region.nbytes
+    return end + max(0, slack)
+
+
+def place_regions(what: str, address: int, nbytes: int, needed: Sequence[Region]) -> dict[str, int]:
+    """The address of each region, one after another from ``address``, each aligned as it asks.
+
+    Raises:
+        WorkspaceError: the ``nbytes`` there are too few; the message begins with ``what``.
+    """
+    addresses: dict[str, int] = {}
+    at = address
+    for region in needed:
+        at += -at % region.alignment
+        addresses[region.name] = at
+        at += region.nbytes
+    if at - address > nbytes:
+        parts = ", ".join(f"{region.name} {region.nbytes}" for region in needed)
+        error = WorkspaceError(f"{what} of {nbytes} bytes: {at - address} bytes are needed ({parts})")
+        error.argument = what
+        raise error
+    return addresses
 
 
 # The owner of a buffer: a capture (None: eager work), a stream's number (0 in a capture), the stream's handle, and for

@@ -32,8 +32,7 @@ from cubin_runtime.attention.fast_path.operator_function import suspend
 from cubin_runtime.compat import flashinfer
 from cubin_runtime.dtypes import ITEM_BYTES
 from cubin_runtime.errors import CubinRuntimeError
-from cubin_runtime.launch.regions import REGION_ALIGNMENT
-from cubin_runtime.launch.workspace import SemaphoreWorkspace, Workspace
+from cubin_runtime.launch.workspace import REGION_ALIGNMENT, SemaphoreWorkspace, Workspace
 from cubin_runtime.testing import StandIn
 from tests.attention.device_calls import ON_NATIVE_KERNELS, ON_TRTLLM_GEN_KERNELS, native_ragged_arguments
 from tests.attention.trtllm_calls import (

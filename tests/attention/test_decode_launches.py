@@ -10,8 +10,7 @@ from cubin_runtime.attention import ClampedInputError, PagedDecodePlan, Runtime,
 from cubin_runtime.errors import WorkspaceError
 from cubin_runtime.kernels.native.decode.params import PAGED_DECODE_TMA
 from cubin_runtime.kernels.native.launches import WORKSPACE_FIELDS
-from cubin_runtime.launch.regions import workspace_size
-from cubin_runtime.launch.workspace import SemaphoreWorkspace
+from cubin_runtime.launch.workspace import SemaphoreWorkspace, workspace_size
 from cubin_runtime.testing import StandIn
 from tests.attention.attention_examples import H200, Tensors
 

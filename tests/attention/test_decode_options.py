@@ -18,8 +18,7 @@ from cubin_runtime.attention import (
 )
 from cubin_runtime.errors import UsageError, WorkspaceError
 from cubin_runtime.kernels.native.decode.params import PAGED_DECODE_TMA, PAGED_DECODE_TMA_E4M3
-from cubin_runtime.launch.regions import workspace_size
-from cubin_runtime.launch.workspace import SemaphoreWorkspace
+from cubin_runtime.launch.workspace import SemaphoreWorkspace, workspace_size
 from cubin_runtime.testing import StandIn
 from tests.attention.attention_examples import H200, Tensors
 

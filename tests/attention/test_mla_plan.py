@@ -20,8 +20,7 @@ from cubin_runtime.attention import (
 )
 from cubin_runtime.errors import UsageError, WorkspaceError
 from cubin_runtime.kernels.native.device_models import describe_device
-from cubin_runtime.launch.regions import workspace_size
-from cubin_runtime.launch.workspace import SemaphoreWorkspace
+from cubin_runtime.launch.workspace import SemaphoreWorkspace, workspace_size
 from cubin_runtime.testing import StandIn
 from tests.attention.attention_examples import H200
 from tests.attention.latent_examples import BATCH, COLUMNS, HEADS, PAGE, PAGES, PARAMS, latent_call, ragged_call, view

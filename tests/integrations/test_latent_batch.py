@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 from cubin_runtime.errors import UsageError  # noqa: E402  (torch first)
 from cubin_runtime.integrations import latent_batch  # noqa: E402
 from cubin_runtime.integrations.latent_batch import LatentDecodes, LatentOptions  # noqa: E402
-from cubin_runtime.kernels.native.context_parallel import Dealing  # noqa: E402
+from cubin_runtime.kernels.native.problem import Dealing  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

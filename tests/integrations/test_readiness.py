@@ -12,7 +12,7 @@ from cubin_runtime.attention import Runtime, plan_paged_decode  # noqa: E402
 from cubin_runtime.integrations import readiness  # noqa: E402
 from cubin_runtime.integrations.paged_batch import LayerOptions  # noqa: E402
 from cubin_runtime.integrations.scratch import Limits, SharedScratch  # noqa: E402
-from cubin_runtime.launch.regions import workspace_size  # noqa: E402
+from cubin_runtime.launch.workspace import workspace_size  # noqa: E402
 
 pytestmark = pytest.mark.torch
 MOST = 140

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cubin_runtime.kernels.native.constants import CONSTANTS
-from cubin_runtime.kernels.native.context_parallel import Dealing
 from cubin_runtime.kernels.native.layouts import LAYOUTS
+from cubin_runtime.kernels.native.problem import Dealing
 from cubin_runtime.testing.standin import cuda_include
 from kernels_src.build import SOURCES, write_headers
 from tests.kernels_src.host_kernels import HostArrays

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from cubin_runtime.kernels.native.context_parallel import Dealing
+from cubin_runtime.kernels.native.problem import Dealing
 from tests.kernels_src.host_kernels import HostArrays
 from tests.kernels_src.host_scheduler import TILE, HostScheduler, RowBounds
 

@@ -57,7 +57,7 @@ def cubin(architecture: str = "90a", facts: KernelFacts | None = None) -> Cubin:
 
 
 def needs(**changes: Any) -> LaunchNeeds:
-    return replace(LaunchNeeds(LAYOUT, 384, LAYOUT.fingerprint), **changes)
+    return LaunchNeeds(LAYOUT, 384, LAYOUT.fingerprint)._replace(**changes)
 
 
 def plan(**changes: Any) -> LaunchPlan:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cubin_runtime.errors import UsageError
-from cubin_runtime.launch.fastmoddiv import INT32_MAX, FastModDiv
+from cubin_runtime.launch.structs import INT32_MAX, FastModDiv
 
 REFERENCE = json.loads((Path(__file__).parents[1] / "data" / "fastmoddiv.json").read_text())["entries"]
 int32_positive = st.integers(1, INT32_MAX)

@@ -8,7 +8,6 @@ import pytest
 MODULES = [
     "abi",
     "driver",
-    "fastmoddiv",
     "history",
     "prepared",
     "modules",

@@ -325,9 +325,7 @@ def test_a_real_cubin_is_gated_by_its_own_elf(driver: Driver, standin: StandIn, 
     standin.pose_as(10, 0)
     symbol = next(iter(_facts(image).kernels))
     with pytest.raises(AbiError, match=r"built for sm_90a, device 0 .* is 10.0"):
-        ModuleCache(driver).kernel(
-            KernelRequest(context, DIGEST, symbol, lambda: image, replace(needs(), fingerprint=None))
-        )
+        ModuleCache(driver).kernel(KernelRequest(context, DIGEST, symbol, lambda: image, needs(fingerprint=None)))
 
 
 def _facts(image: bytes) -> Cubin:

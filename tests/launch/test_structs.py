@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cubin_runtime.errors import UsageError
-from cubin_runtime.launch.fastmoddiv import FastModDiv
-from cubin_runtime.launch.structs import Field, StructLayout
+from cubin_runtime.launch.structs import FastModDiv, Field, StructLayout
 from cubin_runtime.testing.standin import compile_c
 
 SCALARS = ("bool", "int32", "uint32", "int64", "uint64", "float", "ptr")

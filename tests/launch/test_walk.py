@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from cubin_runtime.attention.fast_path.operator_function import Binding, Paths, add_path, new_paths
 from cubin_runtime.attention.fast_path.path import MISS
-from cubin_runtime.attention.fast_path.paths import Binding, Paths, add_path, new_paths
 from cubin_runtime.attention.fast_path.table import ArgumentTest, Kind
 from cubin_runtime.launch import accelerator
 from cubin_runtime.launch.driver import Driver, DriverCallError
@@ -425,7 +425,7 @@ def test_walks_that_would_read_elsewhere_cannot_be_made(change: dict[str, Any], 
 @pytest.mark.parametrize("accelerated", [False, True])
 def test_calls_are_bound_as_python_binds_them(monkeypatch: pytest.MonkeyPatch, accelerated: bool) -> None:
     if not accelerated:
-        monkeypatch.setattr("cubin_runtime.attention.fast_path.paths.accelerator", lambda: None)
+        monkeypatch.setattr("cubin_runtime.attention.fast_path.operator_function.accelerator", lambda: None)
 
     def operator(a: int, b: int, c: int = 3, *, d: int, e: int = 5) -> None: ...
 
@@ -449,7 +449,7 @@ def test_calls_are_bound_as_python_binds_them(monkeypatch: pytest.MonkeyPatch, a
 @pytest.mark.parametrize("accelerated", [False, True])
 def test_paths_are_asked_in_turn_and_the_last_used_is_first(monkeypatch: pytest.MonkeyPatch, accelerated: bool) -> None:
     if not accelerated:
-        monkeypatch.setattr("cubin_runtime.attention.fast_path.paths.accelerator", lambda: None)
+        monkeypatch.setattr("cubin_runtime.attention.fast_path.operator_function.accelerator", lambda: None)
 
     class Of:
         walk = None

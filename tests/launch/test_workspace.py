@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from cubin_runtime.errors import UsageError, WorkspaceError
 from cubin_runtime.launch.driver import Driver, DriverCallError
-from cubin_runtime.launch.regions import Region, workspace_size
-from cubin_runtime.launch.workspace import SemaphoreWorkspace, Workspace, WorkspacePool
+from cubin_runtime.launch.workspace import Region, SemaphoreWorkspace, Workspace, WorkspacePool, workspace_size
 from cubin_runtime.tensor import TensorView
 from cubin_runtime.testing import StandIn
 
@@ -149,7 +148,7 @@ def test_an_address_that_is_not_aligned_is_refused(driver: Driver) -> None:
 @pytest.mark.parametrize(("nbytes", "alignment"), [(-1, 16), (1, 0), (1, 24)])
 def test_a_region_outside_its_domain_is_refused(nbytes: int, alignment: int) -> None:
     with pytest.raises(UsageError, match="expected"):
-        Region("r", nbytes, alignment)
+        workspace_size([Region("r", nbytes, alignment)])
 
 
 def test_the_same_stream_claims_again(driver: Driver, context: int) -> None:

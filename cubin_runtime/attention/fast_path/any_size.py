@@ -7,7 +7,7 @@ This one tests what the calls have in common, finds the plan by the sizes or mak
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -15,10 +15,9 @@ from weakref import ref
 
 from ...errors import CubinRuntimeError
 from ...tensor import TensorView
-from .build import PathBuilder, UnlikeError, keyed_rows, written_values
+from .build import PathBuilder, Signature, UnlikeError, keyed_rows, written_values
 from .guards import KnownForms
 from .notes import Family, Launched, Notes
-from .options import Signature
 from .path import CONSTANT, MISS, SLOT, TENSOR, Form, Frame, Path, PlaceFinder, Size, accelerated_walk
 from .table import ArgumentTest, CallTable, InScratch, Kind
 
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from ...launch.workspace import AnyWorkspace
 
 _MOST_SIZES = 256
-_MOST_FAMILIES = 64
 
 
 def any_size_path(signature: Signature, arguments: Sequence[Any], result: Any, notes: Notes) -> SizedPath | None:
@@ -37,21 +35,6 @@ def any_size_path(signature: Signature, arguments: Sequence[Any], result: Any, n
         return _Builder(signature, arguments, notes).sized_path(result)
     except UnlikeError:
         return None
-
-
-def is_second(families: dict[Hashable, None], notes: Notes) -> bool:
-    """Return whether this is the second call that needed a new plan in its family, of these ``families``."""
-    launched = notes.single
-    if launched is None or launched.family is None or launched.prepared.runs != 1:
-        return False
-    key = launched.family.key
-    if key in families:
-        families.pop(key, None)
-        return True
-    families[key] = None
-    for oldest in list(families)[:-_MOST_FAMILIES]:
-        families.pop(oldest, None)
-    return False
 
 
 class SizedPath:

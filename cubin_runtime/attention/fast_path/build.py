@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -9,10 +10,11 @@ from ...launch.prepared import PreparedLaunches
 from ...launch.workspace import SemaphoreWorkspace, Workspace
 from ...provenance import ArgumentAddress, ArgumentNumber
 from ...tensor import TensorView
+from ...values import dataclass
 from ..runtime import Runtime
+from ..torch_ops import TorchScratch
 from .guards import GuardedTensor, KnownForms, guarded
 from .notes import Notes
-from .options import Signature, is_immutable
 from .path import Path, PlaceFinder
 from .table import (
     Address,
@@ -39,6 +41,21 @@ _WORKSPACES = (Workspace, SemaphoreWorkspace)
 
 class UnlikeError(Exception):
     """The call cannot be told from others that need another launch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """The meaning of an operator's arguments, beyond tensors and fixed options.
+
+    ``scales`` are the arguments that numbers among the launch's values are products of, ``bound`` is the one that
+    bounds the lengths, ``memory`` those in which regions are placed, ``contents`` those that the full path may read.
+    """
+
+    parameters: tuple[str, ...]
+    scales: tuple[str, ...] = ()
+    bound: str = "max_seq_len"
+    memory: frozenset[str] = frozenset()
+    contents: tuple[str, ...] = ()
 
 
 def new_path(signature: Signature, arguments: Sequence[Any], result: Any, notes: Notes) -> Path | None:
@@ -271,3 +288,9 @@ def _guarded(name: str, tensor: Any) -> GuardedTensor:
     if item is None:
         raise UnlikeError
     return item
+
+
+def is_immutable(value: Any) -> bool:
+    """Return whether an option is a value that stays as it is: a dtype of torch's, a mark."""
+    torch = sys.modules.get("torch")
+    return isinstance(value, TorchScratch) or (torch is not None and isinstance(value, torch.dtype))

@@ -1,4 +1,4 @@
-"""An operator's function: the paths of earlier calls first, then the full path."""
+"""An operator's function: how its calls name arguments, the paths of earlier calls first, then the full path."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import inspect
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from copy import copy
 from functools import partial, wraps
 from itertools import count
@@ -14,20 +14,22 @@ from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary, WeakSet, ref
 
+from ...launch.accelerator import accelerator
+from ...launch.streams import stream_handle
 from ...provenance import number_of
 from ..former_names import renamed_options
 from ..runtime import Runtime, default, runtime_of
-from ..torch_ops import TorchOp, is_intercepted
-from .any_size import any_size_path, is_second
-from .build import new_path
+from ..torch_ops import TorchOp
+from .any_size import any_size_path
+from .build import Signature, new_path
+from .guards import is_plain
 from .notes import FastPaths, Notes
-from .options import Signature, note_use
-from .path import MISS
-from .paths import Binding, Paths, add_path, new_paths
+from .path import MISS, AnyPath, record_use
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 _MOST = 16  # paths of one operator
 _MOST_OF_FAMILIES = 8
+_MOST_FAMILIES = 64
 FULL_RUNS = 3  # to build a path takes longer than a call, so calls of a form seen this often get one
 _numbers = count()
 
@@ -61,6 +63,27 @@ def _define_ops() -> None:
 
 _define_ops._dynamo_marked_constant = True  # type: ignore[attr-defined]  # runs while torch traces, and is not traced
 _undefined: list[tuple[TorchOp, Callable[..., Any]]] = []
+
+
+_CONSTANTS = frozenset({bool, int, float, str})
+
+
+def _is_intercepted(arguments: Sequence[Any]) -> bool:
+    """Return whether torch, or a class of tensors, wants to see the ops of a call rather than their memory."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return False
+    if torch._C._len_torch_dispatch_stack():
+        return True
+    others = [value for value in arguments if value is not None and type(value) not in _CONSTANTS]
+    flat = [part for value in others for part in (value if isinstance(value, (tuple, list)) else (value,))]
+    tensors = [value for value in flat if isinstance(value, torch.Tensor)]
+    return any(
+        type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+        or torch._is_functional_tensor(tensor)
+        or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        for tensor in tensors
+    )
 
 
 class Suspendable(Protocol):
@@ -132,6 +155,99 @@ def suspendable(step: Suspendable) -> None:
     with _lock:
         _steps.add(step)
         step.suspend(_state.suspended > 0)
+
+
+class Binding:
+    """The parameters of an operator, by which a call's arguments become a sequence in their order."""
+
+    def __init__(self, names: Sequence[str], defaults: Mapping[str, Any], by_position: int, first: int = 0) -> None:
+        """Calls leave out the ``first`` parameters, which are None then, and pass ``by_position`` of the others so."""
+        self.names, self.first, self.by_position = tuple(names), first, by_position
+        self.defaults = {**defaults, **dict.fromkeys(self.names[:first])}
+        self._slots = {name: slot for slot, name in enumerate(self.names)}
+        self.empty = tuple(self.defaults.get(name, MISS) for name in self.names)  # a call without arguments
+        self._required = [slot for slot, default in enumerate(self.empty) if default is MISS]
+
+    @classmethod
+    def of(cls, operator: Callable[..., Any]) -> Binding:
+        """Return the binding of a function's parameters."""
+        parameters = list(inspect.signature(operator).parameters.values())
+        defaults = {
+            parameter.name: parameter.default for parameter in parameters if parameter.default is not parameter.empty
+        }
+        by_position = sum(parameter.kind is not parameter.KEYWORD_ONLY for parameter in parameters)
+        return cls([parameter.name for parameter in parameters], defaults, by_position)
+
+    def without_instance(self) -> Binding:
+        """The same for calls of a method of an instance."""
+        return Binding(self.names, self.defaults, self.by_position - 1, 1)
+
+    def in_order(self, arguments: Sequence[Any], options: Mapping[str, Any]) -> list[Any] | None:
+        """The arguments of a call in the order of the parameters; None: they are not as the operator takes them."""
+        if len(arguments) > self.by_position:
+            return None
+        behind, slots = self.first + len(arguments), self._slots
+        slots_in_order = [*self.empty[: self.first], *arguments, *self.empty[behind:]]
+        for name, value in options.items():
+            slot = slots.get(name, -1)
+            if slot < behind:  # unknown, or given by position too
+                return None
+            slots_in_order[slot] = value
+        for slot in self._required:
+            if slots_in_order[slot] is MISS:
+                return None
+        return slots_in_order
+
+
+class Paths(Protocol):
+    """The paths of calls, the last used first."""
+
+    entries: tuple[AnyPath, ...]
+
+    def send(self, *arguments: Any, **options: Any) -> Any:
+        """The result of the path of such calls, or else of ``otherwise``, or ``MISS`` without that."""
+        ...
+
+
+def new_paths(binding: Binding, otherwise: Callable[..., Any] | None = None) -> Paths:
+    """No paths yet of an operator whose calls bind so; ``otherwise`` takes the calls of none."""
+    module = accelerator()
+    if module is None or len(binding.names) > module.MOST_SLOTS:
+        return _Paths(binding, otherwise)
+    return module.Paths(  # type: ignore[no-any-return]
+        names=binding.names,
+        defaults=binding.empty,
+        missing=MISS,
+        first=binding.first,
+        by_position=binding.by_position,
+        miss=MISS,
+        otherwise=otherwise,
+    )
+
+
+def add_path(paths: Paths, path: AnyPath, most: int) -> None:
+    """Put a path before the others, of which the last used stay, up to ``most`` in all."""
+    paths.entries = (path, *paths.entries[: most - 1])
+
+
+class _Paths:
+    """As the accelerator has it in C."""
+
+    def __init__(self, binding: Binding, otherwise: Callable[..., Any] | None) -> None:
+        self._binding, self._otherwise = binding, otherwise
+        self.entries: tuple[AnyPath, ...] = ()
+
+    def send(self, *arguments: Any, **options: Any) -> Any:
+        slots = self._binding.in_order(arguments, options)
+        if slots is not None:
+            entries = self.entries
+            for path in entries:
+                result = path(slots)
+                if result is not MISS:
+                    if path is not entries[0]:
+                        self.entries = (path, *(other for other in self.entries if other is not path))
+                    return result
+        return MISS if self._otherwise is None else self._otherwise(*arguments, **options)
 
 
 def operator_function(
@@ -228,7 +344,7 @@ class _Operator:
         """The full path, from whose notes a path is built for calls like one that is made again and again."""
         holder = arguments[0] if self.is_method else runtime_of(options.get("runtime"))
         values = self.bound(arguments, options)
-        if self.op is not None and is_intercepted(list(values.values())):
+        if self.op is not None and _is_intercepted(list(values.values())):
             return self.op.call(values)
         if _state.suspended:
             return self._full(**values)
@@ -237,13 +353,13 @@ class _Operator:
                 name: number_of(name, values[name]) for name in self._signature.scales if type(values[name]) is float
             }
             result = self._full(**{**values, **scales})
-        note_use(values, notes)
+        _note_use(values, notes)
         self._keep(holder, list(values.values()), result, notes)
         return result
 
     def _keep(self, holder: Any, arguments: list[Any], result: Any, notes: Notes) -> None:
         """Build what paths there can be of such calls, if they are made often enough."""
-        if self._any_size and is_second(holder.families, notes):
+        if self._any_size and _is_second(holder.families, notes):
             sized = any_size_path(self._signature, arguments, result, notes)
             if sized is not None:
                 add_path(self._paths(holder.family_paths), sized, _MOST_OF_FAMILIES)
@@ -267,3 +383,30 @@ class _Operator:
 def full_path(operator: FunctionT) -> FunctionT:
     """The full path of an operator, for one that stands on it: the notes are then its own."""
     return getattr(operator, "__wrapped__", operator)
+
+
+def _is_second(families: dict[Hashable, None], notes: Notes) -> bool:
+    """Return whether this is the second call that needed a new plan in its family, of these ``families``."""
+    launched = notes.single
+    if launched is None or launched.family is None or launched.prepared.runs != 1:
+        return False
+    key = launched.family.key
+    if key in families:
+        families.pop(key, None)
+        return True
+    families[key] = None
+    for oldest in list(families)[:-_MOST_FAMILIES]:
+        families.pop(oldest, None)
+    return False
+
+
+def _note_use(arguments: Mapping[str, Any], notes: Notes) -> None:
+    """Tell torch's allocator of a call's tensors where the call named a stream that is not the current one."""
+    stream, launched = arguments.get("stream"), notes.launched[0] if notes.launched else None
+    if stream is None or launched is None or launched.memory is None:
+        return
+    tensors = [
+        value for value in (*arguments.values(), *(item.tensor for item in notes.new_tensors)) if is_plain(value)
+    ]
+    if tensors and stream_handle(stream) != launched.memory.stream_query()(launched.device):
+        record_use(stream_handle(stream), launched.device, tensors)

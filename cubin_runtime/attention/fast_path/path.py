@@ -12,7 +12,6 @@ from ...launch.prepared import OtherContextError, PreparedLaunches
 from ...launch.senders import Senders, senders_of
 from ...launch.streams import stream_handle
 from .notes import Launched, Scratch
-from .options import record_use
 from .table import (
     Address,
     ArgumentTest,
@@ -370,3 +369,13 @@ def _write(source: Source) -> tuple[int, int, int, tuple[int | float, ...]]:
         return 0, source.tensor, source.offset, ()
     assert type(source) is Product
     return 1, 0, 0, source.factors
+
+
+def record_use(stream: int, device: int, tensors: Sequence[Any]) -> None:
+    """Tell torch's allocator that ``stream`` uses tensors that the current stream may free."""
+    import torch
+
+    cuda: Any = torch.cuda  # its streams have no types
+    used_on = cuda.ExternalStream(stream, device=device)
+    for tensor in tensors:
+        tensor.record_stream(used_on)

@@ -104,7 +104,7 @@ def run(
     def launch() -> Launched:
         return call_plan.run(call, (scratch.pointer, _bytes_of(scratch)), address, handle)
 
-    hook = installed()
+    hook = installed.hook
     note_launch(launch() if hook is None else hook(Run(call_plan, call, (), handle), launch))
     del held  # freed in stream order, after the launch
 

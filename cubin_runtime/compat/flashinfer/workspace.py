@@ -14,8 +14,7 @@ from ...attention.torch_ops import TorchScratch
 from ...attention.trtllm_gen.checks import check_device
 from ...dtypes import ITEM_BYTES
 from ...errors import UsageError, WorkspaceError
-from ...launch.regions import REGION_ALIGNMENT
-from ...launch.workspace import SemaphoreWorkspace, Workspace
+from ...launch.workspace import REGION_ALIGNMENT, SemaphoreWorkspace, Workspace
 from ...tensor import view_of
 from ...values import dataclass
 from .arguments import Arguments, XqaArguments

@@ -20,7 +20,7 @@ from vllm.model_executor.layers.attention.mla_attention import (
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 
 from ...errors import UsageError
-from ...kernels.native.context_parallel import Dealing
+from ...kernels.native.problem import Dealing
 from ..latent_batch import (
     LAYER_COLUMNS,
     PAGE_SIZE,

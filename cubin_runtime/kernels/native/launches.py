@@ -10,8 +10,8 @@ from typing import Generic, TypeVar
 from ...artifacts.path import ArtifactPath
 from ...artifacts.tables.native_kernels import NativeKernel
 from ...launch.plan import LaunchAttributes, LaunchPlan
-from ...launch.regions import Region
 from ...launch.structs import StructLayout
+from ...launch.workspace import Region
 from ...values import dataclass
 from .constants import CONSTANTS
 from .problem import NUMBERS

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
-from ...launch.structs import Field
+from ...launch.structs import FastModDiv, Field
 from ...values import dataclass
 from .constants import ATTENTION_TYPES
-from .context_parallel import Dealing
 
 LOG2_E = math.log2(math.e)
 # Numbers that come with each run, by the names of their fields.
@@ -22,6 +22,16 @@ SLACK_TILES_FIELD = Field(
     "slack_tiles",
     "int32",
     "KV tiles that a CTA may have beyond an equal share, if then no output tile is split through the workspace",
+)
+GLOBAL_LENS_FIELD = Field(
+    "global_seq_lens",
+    "ptr",
+    "int32 [batch], keys of each request on all ranks, of which seq_lens counts this rank's; null: it has all",
+)
+DEALING_FIELDS = (
+    Field("cp_round", "FastModDiv", "keys dealt to all ranks in a round, at least 2; used with global_seq_lens"),
+    Field("cp_begin", "int32", "the first key of a round that is this rank's; likewise"),
+    Field("cp_interleave", "int32", "keys of a round that are this rank's; likewise"),
 )
 
 _SCALED = (("k", "keys"), ("v", "values"))
@@ -56,6 +66,26 @@ def kv_scale_strides(k: tuple[int, int], v: tuple[int, int]) -> dict[str, object
 def page_size_log2(page_size: int) -> int:
     """The log2 by which kernels divide tokens: a page whose size is no power of two is the only one of its request."""
     return page_size.bit_length() - 1 if page_size.bit_count() == 1 else _ONLY_PAGE_LOG2
+
+
+class Dealing(NamedTuple):
+    """The keys of a request that a rank holds with context parallelism.
+
+    They are dealt to ``world`` ranks in rounds, ``interleave`` neighbouring keys to each; ``rank`` is this
+    one.
+    """
+
+    world: int = 1
+    rank: int = 0
+    interleave: int = 1
+
+    def values(self) -> dict[str, object]:
+        """The fields of a struct."""
+        return {
+            "cp_round": FastModDiv.of(self.world * self.interleave),
+            "cp_begin": self.rank * self.interleave,
+            "cp_interleave": self.interleave,
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -76,11 +76,6 @@ class Selection:
         return ()
 
 
-def number_of(device: DeviceFacts) -> int:
-    """The compute capability as a target's number."""
-    return device.capability[0] * 10 + device.capability[1]
-
-
 def only_kernel(
     kernels: Iterable[NativeKernel], operation: str, traits: Mapping[str, object], device: DeviceFacts
 ) -> tuple[NativeKernel, tuple[Candidate, ...]]:
@@ -89,7 +84,7 @@ def only_kernel(
     Raises:
         UsageError: none fits; the message says why not.
     """
-    candidates = _candidates(HashedOnce.of(kernels), operation, tuple(traits.items()), number_of(device))
+    candidates = _candidates(HashedOnce.of(kernels), operation, tuple(traits.items()), device.sm_number)
     fitting = [candidate.kernel for candidate in candidates if not candidate.unfit]
     if not fitting:
         words = ", ".join(f"{name} {value or 'none'}" for name, value in traits.items())

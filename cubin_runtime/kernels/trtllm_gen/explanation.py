@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...launch.fastmoddiv import FastModDiv
+from ...launch.structs import FastModDiv
 from ...launch.tensormap import TensorMapSpec
 from ..explanation import Facts, Table
 from .decision import Decision

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ...launch.fastmoddiv import FastModDiv
+from ...launch.structs import FastModDiv
 from .arithmetic import int32
 from .grid import Geometry
 from .params import KERNEL_PARAMS

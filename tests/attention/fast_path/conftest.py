@@ -19,7 +19,7 @@ from tests.attention.fast_path_calls import Caller, FullPaths, NotingMemory
 from tests.golden.adapter import NATIVE, PUBLISHED
 
 operator_function_module = sys.modules["cubin_runtime.attention.fast_path.operator_function"]
-WALKERS = ("attention.fast_path.path", "attention.fast_path.paths")
+WALKERS = ("attention.fast_path.path", "attention.fast_path.operator_function")
 SIZES = ((128, 128), (576, 512), (192, 128))
 
 

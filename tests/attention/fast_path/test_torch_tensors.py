@@ -378,7 +378,7 @@ def test_torch_traces_one_op_for_a_call(runtime: Runtime, standin: StandIn, name
 def test_use_on_another_stream_is_recorded(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     uses: list[tuple[int, int]] = []
     noted = "cubin_runtime.attention.fast_path.{}.record_use"
-    for module in ("options", "path"):
+    for module in ("operator_function", "path"):
         monkeypatch.setattr(noted.format(module), lambda stream, _, tensors: uses.append((stream, len(tensors))))
     own, side = given(out=None), runtime.driver.create_stream()
     for _ in range(3):

@@ -11,8 +11,8 @@ import pytest
 
 from cubin_runtime.kernels.trtllm_gen.params import KERNEL_PARAMS
 from cubin_runtime.launch import tensormap as rules
-from cubin_runtime.launch.fastmoddiv import FastModDiv
 from cubin_runtime.launch.plan import LaunchAttributes
+from cubin_runtime.launch.structs import FastModDiv
 from cubin_runtime.launch.tensormap import TensorMapSpec
 
 DATA = Path(__file__).parents[2] / "data"

@@ -12,7 +12,7 @@ from cubin_runtime.kernels.trtllm_gen.params import KERNEL_PARAMS
 from cubin_runtime.kernels.trtllm_gen.problem import Bindings
 from cubin_runtime.kernels.trtllm_gen.tensor_maps import describe_tensors
 from cubin_runtime.kernels.trtllm_gen.workspace_layout import partial_offset
-from cubin_runtime.launch.fastmoddiv import FastModDiv
+from cubin_runtime.launch.structs import FastModDiv
 from tests.kernels.trtllm_examples import MLA, PROBLEM, ROW
 
 GEOMETRY = Geometry((16, 8, 1), 1, 3, 16, 4, None)

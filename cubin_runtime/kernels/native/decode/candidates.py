@@ -9,7 +9,7 @@ from ....artifacts.tables.native_kernels import NativeKernel
 from ....launch.driver import DeviceFacts
 from ....values import dataclass
 from ..cost_model import Estimate
-from ..selection import Candidate, number_of
+from ..selection import Candidate
 from .grids import Grid, Tiling
 from .shape import DecodeShape
 
@@ -67,7 +67,7 @@ def refusal(candidates: Sequence[DecodeCandidate], shape: DecodeShape, device: D
     opening = f"no decode kernel for {shape.dtype} KV with head_dim {shape.head_dim} on {where}"
     if not candidates:
         return f"{opening}: the release has no decode kernel"
-    here = [c for c in candidates if c.kernel.architecture.runs_on(number_of(device))]
+    here = [c for c in candidates if c.kernel.architecture.runs_on(device.sm_number)]
     if not here:
         targets = sorted({c.kernel.architecture for c in candidates}, key=lambda a: (a.number, a.suffix or ""))
         return f"{opening}: the release has decode kernels for {', '.join(map(str, targets))}"

@@ -6,8 +6,7 @@ from types import MappingProxyType
 
 from ....launch.structs import Field, StructLayout
 from ..constants import ATTENTION_TYPES_TEXT, STATUS_BITS_TEXT
-from ..context_parallel import DEALING_FIELDS, GLOBAL_LENS_FIELD
-from ..problem import KV_SCALE_FIELDS, SLACK_TILES_FIELD, VALUE_TABLE_FIELD
+from ..problem import DEALING_FIELDS, GLOBAL_LENS_FIELD, KV_SCALE_FIELDS, SLACK_TILES_FIELD, VALUE_TABLE_FIELD
 
 _COMMON = (
     Field("q", "ptr", "queries of q_type, [tokens, kv_heads * group, head_dim]"),

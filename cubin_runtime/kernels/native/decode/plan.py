@@ -9,9 +9,9 @@ from typing import NamedTuple
 from ....artifacts.tables.native_kernels import NativeKernel
 from ....dtypes import BY_SHORT
 from ....launch.plan import LaunchAttributes
-from ....launch.regions import Region
 from ....launch.structs import StructLayout
 from ....launch.tensormap import TensorMapSpec
+from ....launch.workspace import Region
 from ....values import dataclass
 from ..constants import CONSTANTS
 from ..launches import KernelFile, NativeLaunch, native_plan, scratch_regions

@@ -14,7 +14,7 @@ from ....values import HashedOnce, dataclass
 from ...explanation import Facts
 from ..constants import CONSTANTS
 from ..cost_model import Costs, costs_of
-from ..selection import Selection, number_of
+from ..selection import Selection
 from .candidates import DecodeCandidate, Fit, count, refusal
 from .grids import (
     ANY_ROWS,
@@ -101,7 +101,7 @@ def select_decode(
     """
     shared_bytes = device.shared_bytes_per_block_optin
     candidates = _look_through(
-        HashedOnce.of(kernels), number_of(device), shape.dtype, shape.head_dim, shape.q_dtype, shared_bytes
+        HashedOnce.of(kernels), device.sm_number, shape.dtype, shape.head_dim, shape.q_dtype, shared_bytes
     )
     constants = costs or costs_of(device.name)
     return tuple([_select(candidates, shape, part, device, constants) for part in _parts(candidates, shape)])

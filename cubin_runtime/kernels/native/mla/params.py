@@ -6,8 +6,7 @@ from types import MappingProxyType
 
 from ....launch.structs import Field, StructLayout
 from ..constants import ATTENTION_TYPES_TEXT, STATUS_BITS_TEXT
-from ..context_parallel import DEALING_FIELDS, GLOBAL_LENS_FIELD
-from ..problem import SLACK_TILES_FIELD
+from ..problem import DEALING_FIELDS, GLOBAL_LENS_FIELD, SLACK_TILES_FIELD
 
 _KV_MAP = Field("kv_map", "CUtensorMap", "latent cache: (latent and rope, token in page, page)")
 _V_MAP = Field("v_map", "CUtensorMap", "values: (latent, token in page, page)")

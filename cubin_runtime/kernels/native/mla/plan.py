@@ -5,8 +5,8 @@ from __future__ import annotations
 from ....artifacts.tables.native_kernels import NativeKernel
 from ....dtypes import BY_SHORT
 from ....launch.plan import LaunchAttributes
-from ....launch.regions import Region
 from ....launch.tensormap import TensorMapSpec
+from ....launch.workspace import Region
 from ....values import dataclass
 from ..constants import CONSTANTS
 from ..launches import KernelFile, NativeLaunch, native_plan, scratch_regions

@@ -13,7 +13,7 @@ from ....launch.driver import DeviceFacts
 from ....values import HashedOnce, dataclass
 from ...explanation import Facts
 from ..constants import CONSTANTS
-from ..selection import Candidate, Selection, number_of
+from ..selection import Candidate, Selection
 
 OPERATION = "paged_mla_decode"
 # Latent columns of a key, which are the value, and rope columns behind them. No two make rows of one width.
@@ -115,10 +115,10 @@ def select_mla_decode(kernels: Iterable[NativeKernel], shape: MlaShape, device: 
     Raises:
         UsageError: no kernel fits; the message has the reason for each that runs on this device, for all if none does.
     """
-    candidates = _candidates(HashedOnce.of(kernels), number_of(device), _FORM(shape))
+    candidates = _candidates(HashedOnce.of(kernels), device.sm_number, _FORM(shape))
     fitting = [candidate.kernel for candidate in candidates if not candidate.unfit]
     if not fitting:
-        here = [c for c in candidates if c.kernel.architecture.runs_on(number_of(device))] or candidates
+        here = [c for c in candidates if c.kernel.architecture.runs_on(device.sm_number)] or candidates
         raise UsageError(
             f"no MLA decode kernel for {shape.q_dtype} queries, a {shape.dtype} cache, "
             f"{shape.latent} + {shape.rope} columns, {shape.heads} heads "

@@ -10,8 +10,8 @@ from typing import Any
 from ....artifacts.tables.native_kernels import NativeKernel
 from ....dtypes import BY_SHORT
 from ....launch.plan import LaunchAttributes
-from ....launch.regions import Region
 from ....launch.tensormap import TensorMapSpec
+from ....launch.workspace import Region
 from ....values import dataclass
 from ..launches import STATUS, KernelFile, NativeLaunch, native_plan
 from ..problem import LOG2_E, NUMBERS, kv_scale_strides, page_size_log2

@@ -14,7 +14,7 @@ from ....launch.driver import DeviceFacts
 from ....values import HashedOnce, dataclass
 from ...explanation import Facts
 from ..constants import CONSTANTS
-from ..selection import Candidate, Selection, number_of, only_kernel
+from ..selection import Candidate, Selection, only_kernel
 
 OPERATION = "context_attention"
 CONVERSION = "cache_conversion"
@@ -156,7 +156,7 @@ def select_context_attention(
     """
     candidates = _candidates(
         HashedOnce.of(kernels),
-        number_of(device),
+        device.sm_number,
         shape.dtype,
         shape.kv_dtype,
         shape.head_dim,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ....launch.plan import LaunchAttributes
-from ....launch.regions import Region
+from ....launch.workspace import Region
 from ....values import dataclass
 from ..constants import ATTENTION_TYPES, CONSTANTS
 from ..launches import KernelFile, NativeLaunch, native_plan, scratch_regions

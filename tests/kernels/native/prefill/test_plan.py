@@ -195,7 +195,7 @@ def test_a_converted_cache_is_read_in_the_order_in_which_it_is_written(problem: 
     assert (first.values["k_page_stride"], first.values["v_token_stride"]) == (16 * 512, 512)
     for name in ("k", "v"):
         spec = second.values[f"{name}_map"]
-        check_tensor_map(spec.moved(0x7F0000100000))
+        check_tensor_map(spec._replace(address=0x7F0000100000))
         assert (spec.dims, spec.dtype) == ((128, tokens, 2, requests), "bfloat16")
         assert spec.strides == (256, tokens * 256, tokens * 512)
         assert second.inputs[f"{name}_map"] == f"converted_{name}"
