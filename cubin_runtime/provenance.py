@@ -10,32 +10,17 @@ from __future__ import annotations
 
 import threading
 from itertools import count
-from typing import Any
 
-_calls = count(1)
+calls = count(1)
 
 
 class _Traced(threading.local):
-    """The number of the call that this thread traces, or 0."""
+    """The number of the call that this thread traces, or 0: its addresses and numbers bear it."""
 
     call = 0
 
 
 traced = _Traced()
-
-
-class traced_call:  # used as a statement
-    """Trace what this thread reads inside, but for what a call does that interrupts it and is traced itself.
-
-    As a context it gives the number of the call, which its addresses and numbers bear: others are of earlier calls.
-    """
-
-    def __enter__(self) -> int:
-        self._interrupted, traced.call = traced.call, next(_calls)
-        return traced.call
-
-    def __exit__(self, *_: object) -> None:
-        traced.call = self._interrupted
 
 
 class ArgumentAddress(int):
@@ -73,15 +58,6 @@ class ArgumentNumber(float):
     def rounded(self, to: float) -> ArgumentNumber:
         """The same product as ``to``, which a launch's field rounds it to."""
         return _number(to, self.call, self.factors)
-
-
-def address_in(tensor: Any, address: int) -> int:
-    """The address of a tensor, which tells where it is from while a call is traced."""
-    if not traced.call or (type(address) is ArgumentAddress and address.call == traced.call):
-        return address
-    traced_address = ArgumentAddress(address)
-    traced_address.call, traced_address.tensor = traced.call, id(tensor)
-    return traced_address
 
 
 def number_of(argument: str, value: float) -> float:

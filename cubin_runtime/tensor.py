@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 from .dtypes import ITEM_BYTES, is_dtype
 from .errors import UsageError
 from .protocols import CudaArray, DLPackTensor, DTypeName
-from .provenance import address_in, traced
+from .provenance import ArgumentAddress, traced
 from .values import dataclass
 
 _CUDA_DEVICE = 2  # kDLCUDA
@@ -42,11 +42,19 @@ class TensorView:
     strides: tuple[int, ...]
     device: int = 0
 
-    def __post_init__(self) -> None:
-        if self.dtype not in ITEM_BYTES:
-            raise UsageError(f"expected one of {', '.join(ITEM_BYTES)}", argument="dtype", value=repr(self.dtype))
-        if len(self.shape) != len(self.strides):
-            raise UsageError(f"shape={self.shape} with strides={self.strides}: expected equal lengths")
+    def __init__(
+        self, pointer: int, dtype: DTypeName, shape: tuple[int, ...], strides: tuple[int, ...], device: int = 0
+    ) -> None:
+        if dtype not in ITEM_BYTES:
+            raise UsageError(f"expected one of {', '.join(ITEM_BYTES)}", argument="dtype", value=repr(dtype))
+        if len(shape) != len(strides):
+            raise UsageError(f"shape={shape} with strides={strides}: expected equal lengths")
+        put = object.__setattr__
+        put(self, "pointer", pointer)
+        put(self, "dtype", dtype)
+        put(self, "shape", shape)
+        put(self, "strides", strides)
+        put(self, "device", device)
 
     @classmethod
     def contiguous(cls, pointer: int, dtype: DTypeName, shape: tuple[int, ...], device: int = 0) -> TensorView:
@@ -106,8 +114,17 @@ def view_of(tensor: Tensor, name: str, *, written: bool = False) -> TensorView:
         )
     if not traced.call:
         return view
-    address = address_in(tensor, view.pointer)
+    address = _address_in(tensor, view.pointer)
     return view if address is view.pointer else TensorView(address, view.dtype, view.shape, view.strides, view.device)
+
+
+def _address_in(tensor: Any, address: int) -> int:
+    """The address of a tensor, which tells where it is from while a call is traced."""
+    if not traced.call or (type(address) is ArgumentAddress and address.call == traced.call):
+        return address
+    traced_address = ArgumentAddress(address)
+    traced_address.call, traced_address.tensor = traced.call, id(tensor)
+    return traced_address
 
 
 def is_torch(tensor: Any) -> bool:
@@ -131,7 +148,7 @@ def _from_torch(tensor: Any, name: str) -> TensorView:
         address = tensor.data_ptr()
     except RuntimeError as error:
         raise UsageError(f"a {type(tensor).__name__} without memory of its own ({error})", argument=name) from error
-    return TensorView(address_in(tensor, address), dtype, tuple(tensor.shape), tensor.stride(), device)
+    return TensorView(_address_in(tensor, address), dtype, tuple(tensor.shape), tensor.stride(), device)
 
 
 def _torch_device(tensor: Any, name: str) -> int:

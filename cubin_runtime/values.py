@@ -38,7 +38,7 @@ else:
         """``dataclasses.dataclass`` of ``frozen=True, slots=True``, to type checkers and to ``fields`` and ``replace``.
 
         Defining a class takes a tenth of the time, making a value up to one and a half times as long. Such classes may
-        only inherit from each other.
+        only inherit from each other, and may have an ``__init__`` of their own.
 
         Raises:
             TypeError: frozen or slots is not True.
@@ -68,7 +68,7 @@ else:
                 "__reduce__": lambda self: (_restored, (self.__class__, everything(self))),
             }
             for name, method in methods.items():
-                if name not in vars(cls) or name in ("__init__", "__setattr__", "__delattr__"):
+                if name not in vars(cls) or name in ("__setattr__", "__delattr__"):
                     setattr(defined, name, method)
             defined.__signature__ = _Signature()
             return defined

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cubin_runtime.attention import TensorView
+from cubin_runtime.attention.fast_path.notes import Notes
 from cubin_runtime.launch.workspace import Region, place_regions
-from cubin_runtime.provenance import ArgumentAddress, ArgumentNumber, number_of, traced_call
+from cubin_runtime.provenance import ArgumentAddress, ArgumentNumber, number_of
 from cubin_runtime.tensor import view_of
 
 FLOATS = st.floats(allow_nan=False, width=32)
@@ -26,28 +27,28 @@ def evaluated(number: ArgumentNumber, **arguments: float) -> float:
 
 
 def test_an_address_keeps_its_tensor_through_views_and_regions() -> None:
-    with traced_call() as call:
+    with Notes() as notes:
         view = view_of(TENSOR, "q")
         half = replace(view, pointer=view.pointer + 64, shape=(2, 8))
         placed = place_regions("scratch", half.pointer, 4096, [Region("a", 100), Region("b", 8)])
     for address in (view.pointer, half.pointer, 64 + view.pointer, *placed.values()):
         assert isinstance(address, ArgumentAddress)
-        assert (address.call, address.tensor) == (call, id(TENSOR))
+        assert (address.call, address.tensor) == (notes.call, id(TENSOR))
     assert placed == place_regions("scratch", TENSOR.pointer + 64, 4096, [Region("a", 100), Region("b", 8)])
 
 
 def test_an_address_is_read_again_in_a_later_call() -> None:
-    with traced_call():
+    with Notes():
         stale = view_of(TENSOR, "q")
-    with traced_call() as call:
+    with Notes() as notes:
         address = view_of(stale, "q").pointer
     assert isinstance(address, ArgumentAddress)
-    assert (address.call, address.tensor) == (call, id(stale))
+    assert (address.call, address.tensor) == (notes.call, id(stale))
 
 
 def test_nothing_is_traced_outside_a_call_or_behind_one() -> None:
-    with traced_call():
-        with traced_call():
+    with Notes():
+        with Notes():
             pass
         assert isinstance(view_of(TENSOR, "q").pointer, ArgumentAddress)
     assert view_of(TENSOR, "q") is TENSOR
@@ -56,13 +57,13 @@ def test_nothing_is_traced_outside_a_call_or_behind_one() -> None:
 
 @pytest.mark.parametrize("lost", [lambda a: a - 1, lambda a: a & ~15, lambda a: -a, lambda a: a * 2])
 def test_other_arithmetic_gives_plain_addresses(lost: object) -> None:
-    with traced_call():
+    with Notes():
         assert type(lost(view_of(TENSOR, "q").pointer)) is int  # type: ignore[operator]
 
 
 @given(FLOATS, FLOATS, FLOATS, FLOATS)
 def test_a_product_is_that_of_its_factors_from_left_to_right(a: float, b: float, one: float, other: float) -> None:
-    with traced_call():
+    with Notes():
         first, second = number_of("a", a), number_of("b", b)
         products = [
             ((first * one) * second * other, ((a * one) * b) * other),
@@ -74,7 +75,7 @@ def test_a_product_is_that_of_its_factors_from_left_to_right(a: float, b: float,
 
 
 def test_a_factor_of_1_adds_nothing_and_two_products_are_a_plain_number() -> None:
-    with traced_call():
+    with Notes():
         first, second = number_of("a", 3.0) * 5.0, number_of("b", 7.0) * 11.0
     assert (1.0 * first).factors == ("a", 5.0)  # type: ignore[attr-defined]
     assert type(first * second) is float
@@ -82,13 +83,13 @@ def test_a_factor_of_1_adds_nothing_and_two_products_are_a_plain_number() -> Non
 
 
 def test_sums_and_quotients_are_plain_numbers() -> None:
-    with traced_call():
+    with Notes():
         number = number_of("a", 3.0)
     assert {type(value) for value in (number + 1, number / 2, -number, abs(number))} == {float}
 
 
 def test_they_are_plain_values_to_text_hashes_and_pickles() -> None:
-    with traced_call():
+    with Notes():
         address, number = view_of(TENSOR, "q").pointer, number_of("a", 0.5)
     assert (f"{address:#x}", repr(number), hash(address)) == ("0x7f0000000010", "0.5", hash(TENSOR.pointer))
     assert pickle.loads(pickle.dumps((address, number))) == (TENSOR.pointer, 0.5)

@@ -9,6 +9,7 @@ from cubin_runtime.artifacts.tables.native_kernels import NativeKernel
 from cubin_runtime.kernels.native.cost_model import costs_of
 from cubin_runtime.kernels.native.decode.grids import (
     ANY_ROWS,
+    DecodeShape,
     Grid,
     Part,
     estimates_of,
@@ -17,7 +18,6 @@ from cubin_runtime.kernels.native.decode.grids import (
     tiling_of,
 )
 from cubin_runtime.kernels.native.decode.select import DecodeSelection, select_decode
-from cubin_runtime.kernels.native.decode.shape import DecodeShape
 from cubin_runtime.kernels.native.mla.select import MlaSelection, MlaShape, select_mla_decode
 from cubin_runtime.launch.driver import DeviceFacts
 

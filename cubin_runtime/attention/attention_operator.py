@@ -16,7 +16,7 @@ from ..values import dataclass
 from .backends import AUTO
 from .checks import check_dtype, integer
 from .operator import LENGTHS, CallTensors, Given, Operator, TensorArg
-from .runtime import Runtime, shared_bounds
+from .runtime import Runtime
 
 SCALES = ("softmax_scale", "output_scale")
 SCALE_TENSORS = tuple(
@@ -108,10 +108,6 @@ class AttentionOperator(Operator):
         q, sums = arguments["q"], arguments["q_cu_seq_lens"]
         named["max_q_len"] = _longest(runtime, q, sums, stream, self.max_queries)
 
-    def shared_bounds(self, max_seq_len: int | None) -> tuple[int, int]:
-        """As ``Operator``; powers of two, so that one plan serves while lengths grow."""
-        return shared_bounds(max_seq_len or 0)
-
     def planned_bounds(self, options: AttentionOptions) -> tuple[int, int]:
         """As ``Operator``."""
         return 0, options.max_seq_len
@@ -156,14 +152,6 @@ class AttentionOperator(Operator):
 def default_scale(shape: tuple[int, ...]) -> float:
     """1 / sqrt(head_dim); the rules refuse what has no head_dim."""
     return 1 / sqrt(shape[-1]) if shape and shape[-1] else 1.0
-
-
-def check_scale_shapes(tensors: CallTensors) -> None:
-    """Check that the scales of scores and output on the device have one element."""
-    for name in SCALES:
-        scale = tensors.get(name)
-        if scale is not None and prod(scale.shape) != 1:
-            raise UsageError(f"shape {scale.shape}, expected one element", argument=name)
 
 
 def check_query_sums(sums: TensorView) -> None:

@@ -97,7 +97,7 @@ def resolve_backend(operator: str, backend: str, device: DeviceFacts) -> str:
         BackendError: it does not run there.
     """
     name = find_backend(operator, backend, device)
-    if device.capability not in TABLE[operator][name].automatic:
+    if device.capability in TABLE[operator][name].built:
         words = f"{operator}: backend {name!r} was built for {_words(device)} but never run there"
         warnings.warn(words, stacklevel=stacklevel_of_user())
     return name

@@ -137,6 +137,7 @@ def flat_scalar(view: TensorView) -> TensorView:
     return view if prod(view.shape) != 1 else TensorView(view.pointer, view.dtype, (1,), (1,), view.device)
 
 
+_EXACT: Mapping[Callable[[str, Any], Any], type] = {switch: bool, integer: int, real: float, word: str}
 _CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
     "bool": switch,
     "int": integer,
@@ -159,7 +160,9 @@ def check_options(checks: Sequence[OptionCheck], arguments: MutableMapping[str, 
     """
     for name, check, optional in checks:
         value = arguments[name]
-        if value is not None or not optional:
+        kind = type(value)
+        is_as_declared = kind is _EXACT[check] and (kind is not int or -_INTEGER_END < value < _INTEGER_END)
+        if not is_as_declared and (value is not None or not optional):
             arguments[name] = check(name, value)
 
 

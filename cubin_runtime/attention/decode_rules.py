@@ -13,7 +13,6 @@ from .attention_operator import (
     SCALE_TENSORS,
     AttentionCall,
     AttentionOptions,
-    check_scale_shapes,
 )
 from .checks import check_shape, token_stride
 from .operator import LENGTHS, TensorArg
@@ -98,25 +97,17 @@ def check_queries(call: AttentionCall, most: int) -> None:
 def check_shapes(call: AttentionCall, out: tuple[int, ...], kv_heads: int) -> None:
     """Check the shapes of all tensors but q, caches and page table against those; ``out`` is the output's."""
     tensors, batch = call.tensors, call.batch
-    check_shape("out", tensors["out"], out)
-    check_shape("lse", tensors.get("lse"), call.q.shape[:-1])
-    check_shape("seq_lens", tensors["seq_lens"], (batch,))
+    tensors.check_shapes(
+        out=[out],
+        lse=[call.q.shape[:-1]],
+        seq_lens=[(batch,)],
+        sinks=[(call.q_heads,), (kv_heads, call.q_heads // kv_heads)],
+    )
     mask = tensors.get("mask")
     if mask is not None:
         elements = MASK_ELEMENTS[mask.dtype] * mask_words(call.q_len)
         by_request = () if call.own_q_len is None else ((batch, call.own_q_len, elements),)
         check_shape("mask", mask, (call.tokens, elements), *by_request)
-    check_shape("sinks", tensors.get("sinks"), (call.q_heads,), (kv_heads, call.q_heads // kv_heads))
-    check_scale_shapes(tensors)
-
-
-def check_token_strides(call: AttentionCall) -> None:
-    """All query tokens of q, out and lse lie at one stride."""
-    token_stride("q", call.q, 2)
-    token_stride("out", call.tensors["out"], 2)
-    lse = call.tensors.get("lse")
-    if lse is not None:
-        token_stride("lse", lse, 1)
 
 
 def check_options(call: AttentionCall, *, page_size: int, kv_heads: int) -> None:
@@ -135,20 +126,18 @@ def check_options(call: AttentionCall, *, page_size: int, kv_heads: int) -> None
     tiles = output_tiles * (bound // _SMALLEST_TILE + 1)
     if tiles >= _MAX_TILES:
         raise UsageError(f"batch x KV heads x max_seq_len={bound}: {tiles} tiles, expected below {_MAX_TILES}")
-    _check_dealing(call)
+    world, rank, interleave = options.cp_world, options.cp_rank, options.cp_interleave
+    if GLOBAL_LENS.name in call.tensors:
+        _check_dealing(call, world, rank, interleave)
+    elif (world, rank, interleave) != (1, 0, 1):
+        raise UsageError(
+            f"cp_world={world}, cp_rank={rank}, cp_interleave={interleave}: expected 1, 0 and 1 without global_seq_lens"
+        )
 
 
-def _check_dealing(call: AttentionCall) -> None:
+def _check_dealing(call: AttentionCall, world: int, rank: int, interleave: int) -> None:
     """Check the lengths on all ranks and the ranks against each other and the rest of the call."""
     tensors, options = call.tensors, call.options
-    world, rank, interleave = options.cp_world, options.cp_rank, options.cp_interleave
-    if tensors.get(GLOBAL_LENS.name) is None:
-        if (world, rank, interleave) != (1, 0, 1):
-            raise UsageError(
-                f"cp_world={world}, cp_rank={rank}, cp_interleave={interleave}: expected 1, 0 and 1 without "
-                "global_seq_lens"
-            )
-        return
     check_shape("global_seq_lens", tensors["global_seq_lens"], (call.batch,))
     if world < 2:
         raise UsageError("expected 2 or more with global_seq_lens", argument="cp_world", value=world)

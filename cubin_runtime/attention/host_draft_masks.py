@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError
-from ..kernels.native.decode.shape import MAX_QUERIES
 from ..tensor import is_torch
 from .checks import integer
 from .decode_rules import MASK_ELEMENTS, mask_words
+from .paged_cache import MAX_QUERIES
 
 if TYPE_CHECKING:
     from numpy import uint16, uint64

@@ -14,7 +14,7 @@ from ..kernels.native.launches import NativeLaunch
 from ..launch.driver import DeviceFacts
 from ..tensor import TensorSpec, TensorView, is_torch, view_of
 from ..values import dataclass
-from .checks import OptionCheck, check_dtype, check_options, flat_scalar, option_checks, split_scale
+from .checks import OptionCheck, check_dtype, check_options, check_shape, flat_scalar, option_checks, split_scale
 from .runtime import NativeRelease, Runtime
 
 Given = Mapping[str, Any]
@@ -101,13 +101,12 @@ class CallTensors(dict[str, TensorView]):
             if view.dtype not in dtypes[other.dtype]:
                 check_dtype(arg.name, view, dtypes[other.dtype], f" with {other.dtype} caches")
 
-    def check_devices(self) -> None:
-        """Check that all tensors are on the device of the first."""
-        first = self.declared[0].name
-        device = self[first].device
-        for arg, view in self._there:
-            if view.device != device:
-                raise UsageError(f"on device {view.device}, {first} is on device {device}", argument=arg.name)
+    def check_shapes(self, **expected: Sequence[tuple[int, ...]]) -> None:
+        """Check that each tensor that is there has one of the shapes expected of its name."""
+        for name, shapes in expected.items():
+            view = self.get(name)
+            if view is not None and view.shape not in shapes:
+                check_shape(name, view, *shapes)
 
     def check_addresses(self) -> None:
         """Check that every address is aligned as required, and that none is null."""
@@ -119,10 +118,15 @@ class CallTensors(dict[str, TensorView]):
                 )
 
     def check_memory(self) -> None:
-        """Check addresses, strides, and which tensors must be contiguous."""
-        self.check_addresses()
+        """Check that all tensors are on the device of the first, and what is declared of their shapes and strides."""
+        first = self[self.declared[0].name]
         for arg, view in self._there:
             shape, strides = view.shape, view.strides
+            if view.device != first.device:
+                other = f"{self.declared[0].name} is on device {first.device}"
+                raise UsageError(f"on device {view.device}, {other}", argument=arg.name)
+            if arg.scalar and shape != (1,):
+                raise UsageError(f"shape {shape}, expected one element", argument=arg.name)
             # A dimension of size 1 is never stepped over.
             if arg.rows and strides[-1] != 1 and shape[-1] > 1:
                 raise UsageError(f"last stride {strides[-1]}, expected 1", argument=arg.name)
@@ -202,7 +206,7 @@ class Operator:
 
     def checked(self, options: Any) -> dict[str, Any]:
         """The options that are no scales by name; raises ``UsageError`` for one of another kind."""
-        kinds = self.option_kinds
+        kinds = _option_kinds(self.options, self.scales)  # type: ignore[arg-type]  # classes are hashable
         named = {name: getattr(options, name) for name in kinds}
         check_options(_checks(self.options, self.scales), named)  # type: ignore[arg-type]  # classes are hashable
         return named
@@ -272,10 +276,6 @@ class Operator:
         Raises:
             UsageError: one cannot be read from the call's tensors.
         """
-
-    def shared_bounds(self, max_seq_len: int | None) -> tuple[int, int]:
-        """The least and the largest bound on lengths that share a plan with one; here there are no bounds."""
-        return 0, 0
 
     def planned_bounds(self, options: Any) -> tuple[int, int]:
         """The least and the largest bound on lengths that runs of a plan may give; here there are no bounds."""

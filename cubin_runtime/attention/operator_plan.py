@@ -81,6 +81,9 @@ class OperatorPlan:
     It is thread-safe. ``runtime`` is the one that it was planned with, ``driver`` launches the kernels.
     """
 
+    bounds: tuple[int, int]
+    """The least and the largest bound on lengths that a run may give; the same where it gives none."""
+
     def __init__(
         self,
         runtime: PlanRuntime,
@@ -94,6 +97,7 @@ class OperatorPlan:
         """``of_torch``: it is made with torch tensors, so a run without a stream takes torch's current one."""
         self.operator = operator
         self.options = options
+        self.bounds = operator.planned_bounds(options)
         self.specs = tensors.specs
         self.launches = tuple(launches)
         regions = [launch.regions for launch in self.launches]
@@ -104,16 +108,11 @@ class OperatorPlan:
         self.fast_paths: FastPaths = {}
         self._prepared: dict[int, PreparedLaunches] = {}
         self._regions_at = RegionPlaces(self.regions)
-        self._pool = WorkspacePool(self.driver, self.device, self.workspace_bytes)
+        self._pool = WorkspacePool(self.driver, self.device, workspace_size(self.regions))
 
     def __repr__(self) -> str:
         kernels = ", ".join(launch.selection.kernel.name for launch in self.launches)
         return f"{type(self).__name__}({kernels}; workspace of {self.workspace_bytes} bytes)"
-
-    @property
-    def bounds(self) -> tuple[int, int]:
-        """The least and the largest bound on lengths that a run may give; the same where it gives none."""
-        return self.operator.planned_bounds(self.options)
 
     @property
     def selections(self) -> tuple[Any, ...]:
@@ -347,7 +346,7 @@ class OperatorPlan:
             )
         names = (*self.operator.values, *(region.name for region in self.regions), *self.operator.numbers)
         prepared = PreparedLaunches(
-            self.launch_plans(),
+            [launch.plan for launch in self.launches],
             [runtime.load(launch.selection.kernel, context, stream) for launch in self.launches],
             self.driver,
             names,

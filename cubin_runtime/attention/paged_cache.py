@@ -18,6 +18,7 @@ KV_SCALE_TENSORS = tuple(
     TensorArg(name, ("float32",), optional=True, canonical=lambda view, _: flat_scalar(view)) for name in KV_SCALES
 )
 MAX_GROUP = 32
+MAX_QUERIES = 64  # of a request that decodes
 HEAD_DIMS = (32, 64, 128, 256, 512)
 PAGE_SIZES = (16, 32, 64, 128, 256, 512, 1024)
 MOST_KEYS = 1 << 30  # of a request on all ranks: positions, and windows subtracted from them, fit an int32

@@ -18,7 +18,7 @@ from .described_tensors import describe_tensors
 from .fast_path.notes import Launched, note_launch, note_unrepeatable
 from .memory import TensorMemory
 from .operator import CallTensors, Operator, OutputForm
-from .runtime import PlanCache, PlanRuntime, Runtime, runtime_of
+from .runtime import PlanCache, PlanRuntime, Runtime, runtime_of, shared_bounds
 from .step_plan import StepPlan
 from .torch_ops import RUNTIME_SCRATCH, TORCH_SCRATCH, TorchOp, torch_bytes
 
@@ -95,7 +95,9 @@ class CallFamily:
         stream: int,
     ) -> Launched:
         """As ``OperatorPlan.launch``, with a workspace as the call gave it; ``like`` is its first tensor."""
-        return plan.launch(addresses, numbers, _scratch_of_call(self.runtime, plan, workspace, like, stream), stream)
+        if self.of_torch:
+            workspace = _scratch_of_call(self.runtime, plan, workspace, like, stream)
+        return plan.launch(addresses, numbers, workspace, stream)
 
 
 def plan_call(
@@ -114,6 +116,7 @@ def plan_call(
         describe_tensors(arguments)
     scales = operator.split_scales(arguments)
     views = operator.read(arguments, options)
+    views.check_addresses()
     call = operator.call(views, operator.options(**operator.with_defaults(scales, views), **named))
     return _plan(plan_class, operator, rt.for_plans, call, facts, of_torch)
 
@@ -138,21 +141,23 @@ def run_call(
         arguments["out"] = _new_output(operator.output(arguments), rt.memory)
     name = operator.tensors[0].name
     first = arguments[name]
-    handle = _stream_of(rt, stream, first, name)
+    of_torch = is_torch(first)
+    handle = _stream_of(rt, stream, first, name, of_torch=of_torch)
     workspace = None if workspace is RUNTIME_SCRATCH else workspace
     if workspace is not None and workspace is not TORCH_SCRATCH:
         check_workspace(workspace)
     operator.with_bounds(named, arguments, rt, handle)
     views = operator.read(arguments, options)
     numbers = operator.with_defaults(scales, views)
-    shortest, kept = operator.shared_bounds(named.get(_BOUND))
+    bound = named.get(_BOUND)
+    shortest, kept = (0, 0) if bound is None else shared_bounds(bound)
     fixed = [value for option, value in named.items() if option not in _SIZES]
     form = (operator.name, kept, *fixed, *[number is None for number in numbers.values()])
-    options, of_torch = operator.options(**numbers, **named), is_torch(first)
+    options = operator.options(**numbers, **named)
     family = CallFamily(plan_class, operator, rt.for_plans, rt.plans, views, options, form, of_torch, kept)
-    plan = family.plan(views, family.max_q_len)
+    plan = family.plan(views, named.get(_Q_LEN_BOUND))
     views.check_addresses()
-    of_launch = operator.launch_numbers(plan.options, numbers, named.get(_BOUND))
+    of_launch = operator.launch_numbers(plan.options, numbers, bound)
     launched = family.launch(plan, views.addresses, of_launch, workspace, first, handle)
     note_launch(launched._replace(bounds=(shortest, launched.bounds[1]), family=family))
     return arguments.get("out")
@@ -214,7 +219,7 @@ def _new_output(form: OutputForm, memory: TensorMemory) -> Any:
         raise UsageError(f"None, expected a tensor ({error})", argument="out") from error
 
 
-def _stream_of(runtime: PlanRuntime, stream: Stream | None, first: Any, name: str) -> int:
+def _stream_of(runtime: PlanRuntime, stream: Stream | None, first: Any, name: str, *, of_torch: bool) -> int:
     """The handle of a call's stream; None: the current one for its ``first`` tensor, the argument ``name``.
 
     Raises:
@@ -222,7 +227,7 @@ def _stream_of(runtime: PlanRuntime, stream: Stream | None, first: Any, name: st
     """
     if stream is not None:
         return stream_handle(stream)
-    if isinstance(first, int) or (is_torch(first) and first.device.type != "cuda"):
+    if isinstance(first, int) or (of_torch and first.device.type != "cuda"):
         first = view_of(first, name)  # which refuses it
     return runtime.memory.current_stream(first)
 
@@ -255,13 +260,13 @@ def _with_lent_scratch(
 
 
 def _scratch_of_call(runtime: PlanRuntime, plan: StepPlan, workspace: Any, like: Any, stream: int) -> Any:
-    """The workspace of a call that asked for ``workspace`` with the tensor ``like``; None: the plan's own.
+    """The workspace of a call that asked for ``workspace`` with the torch tensor ``like``; None: the plan's own.
 
     In a capture by torch that is memory of the graph: nobody could have reserved room for it in a plan that the call
     finds by itself. Regions that are lent are torch's memory too, beside semaphores that the caller may give.
     """
     lent = any(region.lent for region in plan.regions)
-    if (workspace is None or lent) and is_torch(like) and stream == runtime.memory.current_stream(like):
+    if (workspace is None or lent) and stream == runtime.memory.current_stream(like):
         if isinstance(workspace, SemaphoreWorkspace):
             return _with_lent_scratch(runtime, plan, workspace, like)
         if workspace is None:

@@ -19,12 +19,12 @@ from . import driver_api as api
 from .driver_errors import STICKY, DriverCallError, DriverLibraryError
 from .history import LaunchHistory, LaunchRecord
 from .profiler import Profiler
-from .streams import is_default
 from .structs import TENSOR_MAP_BYTES
 
 __all__ = ["DeviceFacts", "Driver", "DriverCallError", "DriverLibraryError", "Life"]
 _LIBCUDA = "libcuda.so.1"
 _ALREADY_CURRENT = nullcontext()
+PER_THREAD = 2  # the handle of the default stream that each thread has
 _ENCODE = "cuTensorMapEncodeTiled"
 
 
@@ -238,8 +238,8 @@ class Driver:
         That is the current context where it is of that device (a program's own and a green one too), else the
         device's primary context.
         """
-        current, primary = self.current_context(), self._primary.get(ordinal)
-        if current is not None and (current == primary or self.context_device() == ordinal):
+        current, primary = self.out_pointer("cuCtxGetCurrent"), self._primary.get(ordinal)
+        if current and (current == primary or self.context_device() == ordinal):
             return current
         return self.primary_context(ordinal) if primary is None else primary
 
@@ -267,7 +267,7 @@ class Driver:
 
     def using(self, context: int) -> AbstractContextManager[None]:
         """Run a block with ``context`` current on this thread, then restore what was."""
-        return _ALREADY_CURRENT if self.current_context() == context else self._pushed(context)
+        return _ALREADY_CURRENT if self.out_pointer("cuCtxGetCurrent") == context else self._pushed(context)
 
     # Memory
 
@@ -625,6 +625,11 @@ class Driver:
             self._library, self._functions = None, {}
             raise failure
         return library
+
+
+def is_default(stream: int) -> bool:
+    """Return whether ``stream`` is a default stream, which belongs to whatever context is current."""
+    return stream <= PER_THREAD
 
 
 class _HostBuffer:

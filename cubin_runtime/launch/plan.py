@@ -106,9 +106,9 @@ class LaunchPlan:
     def __post_init__(self) -> None:
         _check_triple("grid", self.grid, _GRID_LIMIT)
         _check_triple("block", self.block, _BLOCK_LIMIT)
-        if self.threads > _THREADS_LIMIT:
+        if prod(self.block) > _THREADS_LIMIT:
             raise UsageError(
-                f"{self.threads} threads, expected at most {_THREADS_LIMIT}", argument="block", value=self.block
+                f"{prod(self.block)} threads, expected at most {_THREADS_LIMIT}", argument="block", value=self.block
             )
         if not 0 <= self.shared_bytes < 1 << 32:
             raise UsageError("expected 0 or more", argument="shared_bytes", value=self.shared_bytes)

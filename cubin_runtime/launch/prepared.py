@@ -12,11 +12,10 @@ from typing import Any, NamedTuple
 
 from ..errors import AbiError, UsageError
 from . import driver_api as api
-from .driver import Driver, DriverCallError
+from .driver import Driver, DriverCallError, is_default
 from .history import LaunchHistory, LaunchRecord
 from .modules import LoadedKernel
 from .plan import LaunchPlan, launch_config
-from .streams import is_default
 from .structs import SCALARS, PlacedField, StructLayout
 from .tensormap import MovedDescriptors, TensorMapCache, TensorMapSpec
 
@@ -112,8 +111,7 @@ class PreparedLaunches:
         blocks = []
         for launch, contents in zip(self.launches, self.contents(values, written=frozenset(), maps=maps), strict=True):
             try:
-                blocks.append(ParameterBlock(launch, contents, launch.inputs, values))
-                blocks[-1].write(values, self.descriptor, maps)  # which notes whose descriptors they are
+                blocks.append(ParameterBlock(launch, contents, launch.inputs, values if maps is None else None))
             except UsageError as error:
                 # If the plan's own values are at fault, that is the error.
                 launch.plan.layout.pack(contents | {item.field.name: 0 for item in launch.inputs if item.code})
@@ -160,7 +158,7 @@ class PreparedLaunches:
                     values[field.name] = maps[number]
                     del specs[field.name]
                 else:
-                    specs[field.name] = specs[field.name].moved(run_values[number])
+                    specs[field.name] = specs[field.name]._replace(address=run_values[number])
             if specs:
                 with self._driver.using(self._context):
                     values |= {name: self._descriptors.encode(spec) for name, spec in specs.items()}
@@ -277,13 +275,18 @@ class ParameterBlock:
         inputs: Sequence[Input],
         values: Sequence[Any] | None = None,
     ) -> None:
-        """``contents`` are those of all fields, ``inputs`` the fields that ``write`` fills; ``values`` are in them."""
+        """``contents`` are those of all fields, ``inputs`` the fields that ``write`` fills; ``values`` are those of the
+        run whose descriptors they have, None if they have a run's own."""
         self.launch = launch
-        self.view, start, memory = filled(launch.plan.layout, contents)
+        layout = launch.plan.layout
+        memory = ctypes.create_string_buffer(layout.size + layout.alignment)
+        begin = -ctypes.addressof(memory) % layout.alignment
+        self.view = memoryview(memory).cast("B")[begin : begin + layout.size]
+        self.view[:] = layout.pack(contents)
         self.function = ctypes.c_void_p(launch.function)
         self._config = launch.config_on(0)
         self._by_reference = ctypes.byref(self._config)
-        arguments = (ctypes.c_void_p * 1)(start)
+        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(memory) + begin)
         self.arguments = ctypes.byref(arguments)
         self._kept = memory, arguments
         self._scalars = [(code, field.offset, number) for field, number, code in inputs if code]
@@ -362,15 +365,6 @@ def _rows(scalars: Sequence[tuple[str, int, int]]) -> list[_Row]:
         of = itemgetter(*numbers) if len(numbers) > 1 else itemgetter(slice(numbers[0], numbers[0] + 1))
         rows.append((struct.Struct(f"<{codes}").pack_into, offset, of))
     return rows
-
-
-def filled(layout: StructLayout, values: Mapping[str, object]) -> tuple[memoryview, int, Any]:
-    """Memory with the struct's bytes, aligned as the struct: a view, its address, and what keeps it alive."""
-    memory = ctypes.create_string_buffer(layout.size + layout.alignment)
-    offset = -ctypes.addressof(memory) % layout.alignment
-    view = memoryview(memory).cast("B")[offset : offset + layout.size]
-    view[:] = layout.pack(values)
-    return view, ctypes.addressof(memory) + offset, memory
 
 
 class RepeatedLaunches:

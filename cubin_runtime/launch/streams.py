@@ -6,7 +6,7 @@ from typing import Any
 
 from ..errors import UsageError
 
-LEGACY, PER_THREAD = 1, 2
+_LEGACY = 1
 _HANDLES = 1 << 64
 _BINDINGS = ("CUstream", "cudaStream_t")  # classes of cuda.bindings, which have no protocol but int()
 
@@ -30,12 +30,7 @@ def stream_handle(stream: Any) -> int:
         raise UsageError(
             "expected a handle, which is not negative and has at most 64 bits", argument="stream", value=text
         )
-    return 0 if handle == LEGACY else int(handle)
-
-
-def is_default(stream: int) -> bool:
-    """Return whether ``stream`` is a default stream, which belongs to whatever context is current."""
-    return stream <= PER_THREAD
+    return 0 if handle == _LEGACY else int(handle)
 
 
 def _handle_of(stream: Any) -> int:

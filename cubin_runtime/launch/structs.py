@@ -173,7 +173,10 @@ class PlacedField:
         kind = element_type(self.type)
         try:
             if kind.name == "CUtensorMap":
-                return _encode_descriptor(value)
+                data = bytes(TENSOR_MAP_BYTES) if value is None else value
+                if not isinstance(data, (bytes, bytearray, memoryview)) or len(data) != TENSOR_MAP_BYTES:
+                    raise TypeError(f"expected {TENSOR_MAP_BYTES} encoded bytes or None")
+                return bytes(data)
             if kind.name == "FastModDiv":
                 words = value if isinstance(value, FastModDiv) else FastModDiv.of(_as_int(value))
                 return words.to_bytes()
@@ -223,8 +226,8 @@ class FieldRow:
 class StructLayout:
     """A parameter struct placed by the C rules of x86-64 and CUDA; equal for host and device.
 
-    ``fingerprint`` is the SHA-256 (hex) of the lines ``name:type:offset`` in order, then that of the size; ``pointers``
-    and ``descriptors`` are the names of the members that are addresses and tensor maps.
+    ``fingerprint`` is the SHA-256 (hex) of the lines ``name:type:offset`` in order, then that of the size; ``names``
+    are those of the members, ``pointers`` and ``descriptors`` of those that are addresses and tensor maps.
     """
 
     name: str
@@ -235,6 +238,7 @@ class StructLayout:
     fingerprint: str
     pointers: tuple[str, ...] = field(repr=False, compare=False)
     descriptors: tuple[str, ...] = field(repr=False, compare=False)
+    names: Set[str] = field(repr=False, compare=False)
     _by_name: Mapping[str, PlacedField] = field(repr=False, compare=False)
     _packer: struct.Struct = field(repr=False, compare=False)  # of all members, those of _apart as their bytes
     _apart: tuple[tuple[int, PlacedField], ...] = field(repr=False, compare=False)
@@ -272,16 +276,22 @@ class StructLayout:
         apart = tuple((index, m) for index, m in enumerate(members) if m.type not in SCALARS or m.type == "bool")
         packer = _packer(members, size)
         return cls(
-            name, members, size, widest, tensor_map_alignment, digest, pointers, descriptors, placed, packer, apart
+            name=name,
+            fields=members,
+            size=size,
+            alignment=widest,
+            tensor_map_alignment=tensor_map_alignment,
+            fingerprint=digest,
+            pointers=pointers,
+            descriptors=descriptors,
+            names=placed.keys(),
+            _by_name=placed,
+            _packer=packer,
+            _apart=apart,
         )
 
     def __hash__(self) -> int:  # caches are asked with it
         return hash(self.fingerprint)
-
-    @property
-    def names(self) -> Set[str]:
-        """The members' names."""
-        return self._by_name.keys()
 
     def field(self, name: str) -> PlacedField:
         """The member called ``name``; UsageError if there is none."""
@@ -354,14 +364,6 @@ def _packer(members: Sequence[PlacedField], size: int) -> struct.Struct:
         text += f"{member.offset - at}x{code}"
         at = member.offset + member.size
     return struct.Struct(f"{text}{size - at}x")
-
-
-def _encode_descriptor(value: object) -> bytes:
-    if value is None:
-        return bytes(TENSOR_MAP_BYTES)
-    if not isinstance(value, (bytes, bytearray, memoryview)) or len(value) != TENSOR_MAP_BYTES:
-        raise TypeError(f"expected {TENSOR_MAP_BYTES} encoded bytes or None")
-    return bytes(value)
 
 
 def _plain(type_name: str, value: object) -> object:

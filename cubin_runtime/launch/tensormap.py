@@ -144,10 +144,6 @@ class TensorMapSpec(NamedTuple):
         """
         check_tensor_map(self)
 
-    def moved(self, address: int) -> TensorMapSpec:
-        """The same view of another address."""
-        return self._replace(address=address)
-
     def encode(self, driver: TensorMapEncoder) -> bytes:
         """Check, then let the driver encode: 128 bytes.
 
@@ -256,7 +252,7 @@ class MovedDescriptors:
         if moved is not None:
             return moved[1]
         with self._driver.using(self._context):
-            encoded = self._cache.encode(spec.moved(address))
+            encoded = self._cache.encode(spec._replace(address=address))
         if len(self._descriptors) >= _MOST_MOVED:
             self._descriptors.clear()
         self._descriptors[place] = spec, encoded  # whose identity no other spec gets while it is here

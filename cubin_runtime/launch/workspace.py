@@ -14,9 +14,9 @@ from ..dtypes import ITEM_BYTES
 from ..errors import UsageError, WorkspaceError
 from ..tensor import Tensor, view_of
 from ..values import dataclass
-from .driver import Driver
+from .driver import PER_THREAD, Driver, is_default
 from .graph_life import GraphLife
-from .streams import PER_THREAD, is_default, stream_handle
+from .streams import stream_handle
 
 if TYPE_CHECKING:
     from ..protocols import Stream
@@ -139,11 +139,20 @@ class Workspace:
     Safe between threads. After ``close`` all but ``release`` and ``close`` raises ``WorkspaceError``.
     """
 
-    def __init__(self, driver: Driver, context: int, address: int, nbytes: int, *, capacity: int = 0) -> None:
+    def __init__(
+        self,
+        driver: Driver,
+        context: int,
+        address: int,
+        nbytes: int,
+        *,
+        capacity: int = 0,
+        owner: Owner | None = None,
+    ) -> None:
         """Wrap ``nbytes`` of zeroed device memory at ``address``.
 
         ``capacity``: the bytes allocated there, which ``close`` frees; 0: they are the caller's. Memory of the caller's
-        is all that there is: it serves either one stream or one graph.
+        is all that there is: it serves either one stream or one graph. ``owner`` has claimed it already.
         """
         if nbytes < 0 or address % 16:
             raise WorkspaceError(f"workspace at {address:#x} of {nbytes} bytes: expected a multiple of 16")
@@ -155,6 +164,7 @@ class Workspace:
         self._lock = threading.RLock()
         self._giving: Owner | None = None
         self._eager: Buffer | None = Buffer(address, nbytes, capacity)
+        self._eager.give(owner)
         self._buffers = [self._eager]
         weakref.finalize(self, _give_back, driver, context, self._buffers).atexit = False
 
@@ -169,7 +179,7 @@ class Workspace:
             DriverError: the device does not have that much memory.
         """
         handle = stream_handle(stream)
-        address, capacity = _new_memory(driver, context, nbytes, handle)
+        address, capacity, _ = _new_memory(driver, context, nbytes, handle)
         workspace = cls(driver, context, address, nbytes, capacity=capacity)
         if graphs:
             workspace.reserve(graphs, handle)
@@ -348,7 +358,7 @@ class Workspace:
             raise WorkspaceError(
                 f"workspace at {self.address:#x}: the workspace uses the caller's buffer and cannot allocate another"
             )
-        address, capacity = _new_memory(self._driver, self.context, self.nbytes, stream)
+        address, capacity, _ = _new_memory(self._driver, self.context, self.nbytes, stream)
         buffer = Buffer(address, self.nbytes, capacity)
         self._buffers.append(buffer)
         return buffer
@@ -453,9 +463,10 @@ class WorkspacePool:
             return self.held[key]
 
     def make(self, stream: int, context: int | None = None) -> Workspace:
-        """A workspace that is not of the pool, in a context or the stream's; errors as ``take``."""
-        context = context or self._driver.context_of(stream, self._device)
-        return Workspace.allocate(self._driver, context, self._nbytes, stream)
+        """A workspace that is not of the pool, claimed by the stream, in its or another context; errors as ``take``."""
+        driver, nbytes, context = self._driver, self._nbytes, context or self._driver.context_of(stream, self._device)
+        address, capacity, owner = _new_memory(driver, context, nbytes, stream)
+        return Workspace(driver, context, address, nbytes, capacity=capacity, owner=owner)
 
     def close(self) -> None:
         """Free all of them; no work may still use one."""
@@ -508,8 +519,8 @@ def _check_device(driver: Driver, context: int, stream: int) -> None:
         )
 
 
-def _new_memory(driver: Driver, context: int, nbytes: int, stream: int) -> tuple[int, int]:
-    """The address of zeroed memory, and how many bytes it has."""
+def _new_memory(driver: Driver, context: int, nbytes: int, stream: int) -> tuple[int, int, Owner]:
+    """The address of memory that ``stream`` clears, how many bytes it has, and the owner that this stream is."""
     with driver.using(context):
         if driver.is_capturing(stream):
             raise WorkspaceError(
@@ -518,28 +529,25 @@ def _new_memory(driver: Driver, context: int, nbytes: int, stream: int) -> tuple
             )
         _check_device(driver, context, stream)
         # A buffer that the stream had before is used again in its order; freeing would wait for all work of the device.
-        memory = driver.waiting_for(context, max(1, nbytes), owner_of(driver, stream))
+        owner = owner_of(driver, stream)
+        memory = driver.waiting_for(context, max(1, nbytes), owner)
         if memory is None:
             driver.free_waiting()
-            capacity = _capacity(nbytes)
+            # Few different numbers of bytes, so that others can use the memory.
+            step = 1 << max(8, nbytes.bit_length() - 3)
+            capacity = max(1, -(-nbytes // step)) * step
             memory = driver.allocate(capacity), capacity
-        address, _ = memory
+        address, capacity = memory
         try:
             if nbytes:
                 driver.fill(address, 0, nbytes, stream)
         except Exception:
             driver.free(address)
             raise
-    return memory
+    return address, capacity, owner
 
 
 def _give_back(driver: Driver, context: int, buffers: list[Buffer]) -> None:
     for buffer in buffers:
         if buffer.owned:
             driver.free_later(context, buffer.address, buffer.capacity, buffer.owner, buffer.life)
-
-
-def _capacity(nbytes: int) -> int:
-    """The bytes that are allocated for so many: few different numbers, so that others can use them."""
-    step = 1 << max(8, nbytes.bit_length() - 3)
-    return max(1, -(-nbytes // step)) * step

@@ -10,6 +10,7 @@ import pytest
 from cubin_runtime.attention import TensorView
 from cubin_runtime.attention.attention_operator import AttentionCall
 from cubin_runtime.attention.checks import split_scale, token_stride
+from cubin_runtime.attention.decode_rules import problem_values
 from cubin_runtime.attention.operators.paged_decode import PAGED_DECODE, PagedDecodeOptions
 from cubin_runtime.attention.paged_cache import cache_view
 from cubin_runtime.errors import UsageError
@@ -22,10 +23,16 @@ E4M3 = "float8_e4m3fn"
 LONG = {"max_seq_len": 1 << 20}
 
 
-def check(tensors: Tensors, **options: Any) -> None:
+def call_of(tensors: Tensors, **options: Any) -> AttentionCall:
     asked = PagedDecodeOptions(**{"max_seq_len": 1024, "softmax_scale": 0.1, **options})
     PAGED_DECODE.checked(asked)
-    PAGED_DECODE.check(AttentionCall(PAGED_DECODE.read(tensors.by_name, asked), asked))
+    return AttentionCall(PAGED_DECODE.read(tensors.by_name, asked), asked)
+
+
+def check(tensors: Tensors, **options: Any) -> None:
+    call = call_of(tensors, **options)
+    PAGED_DECODE.check(call)
+    call.tensors.check_addresses()
 
 
 def contiguous(shape: tuple[int, ...], dtype: str = "bfloat16") -> dict[str, Any]:
@@ -405,15 +412,17 @@ def test_options_that_do_not_go_together_are_named(tensors: Tensors, options: di
 
 def test_draft_tokens_apart_from_their_neighbours_pass_at_one_stride() -> None:
     wide = {"strides": (2 * 16384, 16384, 128, 1)}
-    check(GOOD.draft(2, lse=view("float32", 4, 2, 64, strides=(2, 1, 8))).changed("q", **wide).changed("out", **wide))
+    lse = view("float32", 4, 2, 64, strides=(2, 1, 8))
+    problem_values(call_of(GOOD.draft(2, lse=lse).changed("q", **wide).changed("out", **wide)))
 
 
 @pytest.mark.parametrize("name", ["q", "out", "lse"])
 def test_draft_tokens_that_lie_at_two_strides_are_refused(name: str) -> None:
     tensors = GOOD.draft(2, lse=view("float32", 4, 2, 64))
     request, *inner = getattr(tensors, name).strides
+    call = call_of(tensors.changed(name, strides=(request * 2, *inner)))
     with pytest.raises(UsageError, match=f"{name}: strides .* expected one stride between all tokens"):
-        check(tensors.changed(name, strides=(request * 2, *inner)))
+        problem_values(call)
 
 
 def test_one_request_or_one_token_lies_at_one_stride_whatever_the_other_stride() -> None:

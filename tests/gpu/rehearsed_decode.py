@@ -104,7 +104,9 @@ class RehearsedLaunches:
             given = {**plan.values}
             for name, value in plan.inputs.items():
                 planned = given[name]
-                given[name] = planned.moved(named[value]) if isinstance(planned, TensorMapSpec) else named[value]
+                given[name] = (
+                    planned._replace(address=named[value]) if isinstance(planned, TensorMapSpec) else named[value]
+                )
             # What does not fit its field is refused here, as by a launch.
             maps = {name: value for name, value in given.items() if isinstance(value, TensorMapSpec)}
             fields = plan.layout.unpack(plan.layout.pack(given | dict.fromkeys(maps, bytes(128)))) | maps

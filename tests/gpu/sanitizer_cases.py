@@ -19,9 +19,8 @@ from cubin_runtime import Config
 from cubin_runtime.artifacts.tables.native_kernels import NativeKernel
 from cubin_runtime.attention import Runtime
 from cubin_runtime.errors import UsageError
-from cubin_runtime.kernels.native.decode.grids import SEGMENTS
+from cubin_runtime.kernels.native.decode.grids import SEGMENTS, DecodeShape
 from cubin_runtime.kernels.native.decode.select import select_decode
-from cubin_runtime.kernels.native.decode.shape import DecodeShape
 from cubin_runtime.kernels.native.mla.select import MlaShape, select_mla_decode
 from cubin_runtime.kernels.native.reduction.plan import OperationLaunch
 from cubin_runtime.kernels.native.reduction.select import choose_kernel

@@ -48,7 +48,7 @@ def test_every_recorded_descriptor_is_taken_by_our_rules_and_by_the_driver() -> 
     memory = driver.allocate(4096)
     try:
         for spec in specs:
-            placed = spec.moved(memory + spec.address)
+            placed = spec._replace(address=memory + spec.address)
             assert len(placed.encode(driver)) == 128
     finally:
         driver.free(memory)

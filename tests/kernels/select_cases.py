@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from cubin_runtime.artifacts.tables.native_kernels import NativeKernel
 from cubin_runtime.kernels.native.cost_model import Costs
 from cubin_runtime.kernels.native.decode.candidates import DecodeCandidate, Fit
+from cubin_runtime.kernels.native.decode.grids import DecodeShape
 from cubin_runtime.kernels.native.decode.select import DecodeSelection, select_decode
-from cubin_runtime.kernels.native.decode.shape import DecodeShape
 from cubin_runtime.launch.driver import DeviceFacts
 from tests.kernels.decode_kernels import HOPPER, PORTABLE
 from tests.launch.examples import H100

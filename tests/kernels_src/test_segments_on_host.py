@@ -13,8 +13,7 @@ import pytest
 
 from cubin_runtime.kernels.native.constants import CONSTANTS
 from cubin_runtime.kernels.native.cost_model import OTHER
-from cubin_runtime.kernels.native.decode.grids import ANY_ROWS, SEGMENTS, Grid, Part, splits_of, tiling_of
-from cubin_runtime.kernels.native.decode.shape import DecodeShape
+from cubin_runtime.kernels.native.decode.grids import ANY_ROWS, SEGMENTS, DecodeShape, Grid, Part, splits_of, tiling_of
 from cubin_runtime.kernels.native.layouts import LAYOUTS
 from cubin_runtime.kernels.native.problem import Dealing
 from cubin_runtime.testing.standin import cuda_include

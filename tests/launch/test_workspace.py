@@ -489,7 +489,7 @@ def test_a_pool_that_is_dropped_gives_its_memory_back(driver: Driver, standin: S
     address = f"{pool.take(0).address:x}"
     del pool
     gc.collect()
-    Workspace.allocate(driver, context, 1024)
+    Workspace.allocate(driver, context, 1024, driver.create_stream())
     assert freed(standin) == [address]
 
 

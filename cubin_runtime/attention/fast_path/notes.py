@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from ...provenance import traced_call
+from ...provenance import calls, traced
 
 if TYPE_CHECKING:
     from ...launch.prepared import PreparedLaunches
@@ -106,14 +106,13 @@ class Notes:
         self.repeatable = True
 
     def __enter__(self) -> Notes:
-        self._interrupted, self._traced = _active.notes, traced_call()
-        self.call = self._traced.__enter__()
+        self._interrupted = _active.notes, traced.call
+        self.call = traced.call = next(calls)
         _active.notes = self
         return self
 
     def __exit__(self, *_: object) -> None:
-        _active.notes = self._interrupted
-        self._traced.__exit__()
+        _active.notes, traced.call = self._interrupted
 
     @property
     def single(self) -> Launched | None:

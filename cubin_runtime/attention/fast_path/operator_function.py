@@ -353,7 +353,8 @@ class _Operator:
                 name: number_of(name, values[name]) for name in self._signature.scales if type(values[name]) is float
             }
             result = self._full(**{**values, **scales})
-        _note_use(values, notes)
+        if values.get("stream") is not None:
+            _note_use(values, notes)
         self._keep(holder, list(values.values()), result, notes)
         return result
 
@@ -402,8 +403,8 @@ def _is_second(families: dict[Hashable, None], notes: Notes) -> bool:
 
 def _note_use(arguments: Mapping[str, Any], notes: Notes) -> None:
     """Tell torch's allocator of a call's tensors where the call named a stream that is not the current one."""
-    stream, launched = arguments.get("stream"), notes.launched[0] if notes.launched else None
-    if stream is None or launched is None or launched.memory is None:
+    stream, launched = arguments["stream"], notes.launched[0] if notes.launched else None
+    if launched is None or launched.memory is None:
         return
     tensors = [
         value for value in (*arguments.values(), *(item.tensor for item in notes.new_tensors)) if is_plain(value)

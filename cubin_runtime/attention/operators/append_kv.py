@@ -124,7 +124,6 @@ def _check(call: Call) -> None:
             )
         if tensors.get(name) is not None:
             check_shape(name, tensors[name], (1,), (k_cache.shape[2],), (_batch(call), k_cache.shape[2]))
-    tensors.check_devices()
     tensors.check_memory()
     for name, source in (("k", k), ("v", v)):
         token_stride(name, source, 2)

@@ -29,7 +29,6 @@ from ..attention_operator import (
     AttentionOperator,
     AttentionOptions,
     check_query_sums,
-    check_scale_shapes,
     default_scale,
 )
 from ..backends import AUTO
@@ -147,7 +146,6 @@ def _check(call: AttentionCall) -> None:
     _check_keys(call)
     call.tensors.check_dtypes()
     _check_shapes(call)
-    call.tensors.check_devices()
     call.tensors.check_memory()
     for name, trailing in (("q", 2), ("out", 2), ("lse", 1)):
         view = call.tensors.get(name)
@@ -214,15 +212,16 @@ def _check_keys(call: AttentionCall) -> None:
 
 def _check_shapes(call: AttentionCall) -> None:
     tensors, batch, kv_heads = call.tensors, call.batch, call.tensors["k"].shape[-2]
-    check_shape("out", tensors["out"], (*call.q.shape[:-1], VALUE_DIMS[call.q.shape[-1]]))
-    check_shape("lse", tensors.get("lse"), call.q.shape[:-1])
-    check_shape("seq_lens", tensors.get("seq_lens"), (batch,))
-    check_shape("kv_cu_seq_lens", tensors.get("kv_cu_seq_lens"), (batch + 1,))
-    check_shape("sinks", tensors.get("sinks"), (call.q_heads,), (kv_heads, call.q_heads // kv_heads))
+    tensors.check_shapes(
+        out=[(*call.q.shape[:-1], VALUE_DIMS[call.q.shape[-1]])],
+        lse=[call.q.shape[:-1]],
+        seq_lens=[(batch,)],
+        kv_cu_seq_lens=[(batch + 1,)],
+        sinks=[(call.q_heads,), (kv_heads, call.q_heads // kv_heads)],
+    )
     if tensors["out"].dtype != call.q.dtype:
         raise UsageError(f"dtype {tensors['out'].dtype}, expected {call.q.dtype}, like q", argument="out")
     check_kv_scales(tensors, tensors["k"].dtype, batch, kv_heads)
-    check_scale_shapes(tensors)
 
 
 def _check_options(call: AttentionCall) -> None:

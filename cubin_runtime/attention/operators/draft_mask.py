@@ -12,7 +12,6 @@ from math import prod
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from ...errors import UsageError
-from ...kernels.native.decode.shape import MAX_QUERIES
 from ...kernels.native.draft_mask.plan import DraftMaskProblem, draft_mask_launch
 from ...kernels.native.draft_mask.select import DraftMaskSelection, DraftMaskShape, select_draft_mask
 from ...kernels.native.launches import NativeLaunch
@@ -26,6 +25,7 @@ from ..decode_rules import MASK_BITS, MASK_ELEMENTS, mask_words
 from ..fast_path.operator_function import operator_function
 from ..host_draft_masks import is_on_host, pack_on_host
 from ..operator import LENGTHS, Call, Given, Operator, OutputForm, TensorArg, shape_of
+from ..paged_cache import MAX_QUERIES
 from ..pipeline import plan_call, run_call, torch_op
 from ..runtime import NativeRelease, Runtime
 from ..step_plan import StepPlan
@@ -91,7 +91,6 @@ def _check(call: Call) -> None:
     check_shape("allowed", allowed, (*out.shape[:-1], q_len))
     if sums is not None and (len(sums.shape) != 1 or sums.shape[0] < 2):
         raise UsageError(f"shape {sums.shape}, expected (batch + 1,) of 1 request or more", argument="q_cu_seq_lens")
-    tensors.check_devices()
     tensors.check_memory()
     for name, view, trailing in (("parents", parents, 0), ("allowed", allowed, 1)):
         if view is not None:

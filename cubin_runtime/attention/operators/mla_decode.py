@@ -30,7 +30,6 @@ from ..decode_rules import (
     check_options,
     check_queries,
     check_shapes,
-    check_token_strides,
     decode_tensors,
     problem_values,
 )
@@ -56,9 +55,7 @@ def _check(call: AttentionCall) -> None:
     check_shape(V_CACHE.name, tensors.get(V_CACHE.name), (*tensors["kv_cache"].shape[:-1], LATENTS[width]))
     check_shapes(call, (*call.q.shape[:-1], LATENTS[width]), kv_heads=1)
     check_table(tensors["page_table"], call.batch)
-    tensors.check_devices()
     tensors.check_memory()
-    check_token_strides(call)
     check_options(call, page_size=page_size, kv_heads=1)
 
 

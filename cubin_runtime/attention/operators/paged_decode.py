@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, TypedDict
 
 from ...dtypes import DTYPES
 from ...errors import UsageError
-from ...kernels.native.decode.shape import MAX_QUERIES, DecodeShape
 from ...kernels.native.launches import NativeLaunch
 from ...launch.driver import DeviceFacts
 from ...launch.workspace import AnyWorkspace
@@ -23,7 +22,6 @@ from ..decode_rules import (
     check_options,
     check_queries,
     check_shapes,
-    check_token_strides,
     decode_tensors,
     problem_values,
 )
@@ -34,6 +32,7 @@ from ..paged_cache import (
     KV_SCALE_TENSORS,
     KV_SCALES,
     MAX_GROUP,
+    MAX_QUERIES,
     PAGE_SIZES,
     Q_DTYPES,
     cache_arg,
@@ -50,6 +49,7 @@ from ..step_plan import StepPlan
 
 if TYPE_CHECKING:
     from ...artifacts.tables.native_kernels import NativeKernel
+    from ...kernels.native.decode.grids import DecodeShape
     from ...kernels.native.decode.select import DecodeSelection
     from ...protocols import DecodeBackend, DraftPosition, KvLayout, Stream
     from ...tensor import OutT, QueryT, Scale, Tensor
@@ -96,9 +96,7 @@ def _check(call: AttentionCall) -> None:
     tensors.check_dtypes()
     check_shapes(call, call.q.shape, kv_heads)
     check_kv_scales(tensors, k.dtype, call.batch, kv_heads)
-    tensors.check_devices()
     tensors.check_memory()
-    check_token_strides(call)
     check_options(call, page_size=page_size, kv_heads=kv_heads)
     check_window("window_left", call.options.window_left)
     if call.options.draft_position not in _DRAFT_POSITIONS:
@@ -109,17 +107,12 @@ def _check(call: AttentionCall) -> None:
         )
 
 
-def _select(kernels: Sequence[NativeKernel], shape: DecodeShape, device: DeviceFacts) -> Sequence[DecodeSelection]:
-    # An import of the package is faster without what chooses kernels.
-    from ...kernels.native.decode.select import select_decode
-
-    return select_decode(kernels, shape, device)
-
-
 def _launches(
     call: AttentionCall, device: DeviceFacts, release: NativeRelease
 ) -> Sequence[NativeLaunch[DecodeSelection]]:
+    # An import of the package is faster without what chooses kernels.
     from ...kernels.native.decode.plan import CacheStrides, DecodeProblem, decode_launches
+    from ...kernels.native.decode.select import select_decode
 
     k, v, options = call.tensors["k_cache"], call.tensors["v_cache"], call.options
     kv_heads, head_dim = k.shape[2:]
@@ -141,7 +134,7 @@ def _launches(
         v_table_offset=value_table_offset(call.tensors["page_table"]),
     )
     shape = problem.shape(ragged=call.ragged, batch_invariant=options.batch_invariant)
-    return decode_launches(_select(release.kernels, shape, device), problem, release.file_of)
+    return decode_launches(select_decode(release.kernels, shape, device), problem, release.file_of)
 
 
 def _output(arguments: Given) -> OutputForm:
@@ -173,6 +166,8 @@ PAGED_DECODE = AttentionOperator(
 
 
 def _shape_of(sizes: CallSizes) -> DecodeShape:
+    from ...kernels.native.decode.grids import DecodeShape
+
     heads_q, heads_kv, head_dim = sizes.heads_q, 8 if sizes.heads_kv is None else sizes.heads_kv, sizes.head_dim
     if sizes.head_dim_v not in (None, head_dim):
         raise UsageError(f"expected {head_dim}, like `head_dim`", argument="head_dim_v", value=sizes.head_dim_v)
@@ -199,6 +194,12 @@ def _shape_of(sizes: CallSizes) -> DecodeShape:
         window_left=sizes.window - 1,
         batch_invariant=sizes.batch_invariant,
     )
+
+
+def _select(kernels: Sequence[NativeKernel], shape: DecodeShape, device: DeviceFacts) -> Sequence[DecodeSelection]:
+    from ...kernels.native.decode.select import select_decode
+
+    return select_decode(kernels, shape, device)
 
 
 EXPLAINED = Explained(PAGED_DECODE.name, "decode", lambda _: True, _shape_of, _select)

@@ -22,10 +22,10 @@ from ...launch.driver import DeviceFacts
 from ...launch.workspace import AnyWorkspace
 from ...tensor import TensorView
 from ...values import dataclass
-from ..attention_operator import SCALE_TENSORS, SCALES, check_scale_shapes
+from ..attention_operator import SCALE_TENSORS, SCALES
 from ..backends import AUTO
 from ..call_sizes import CallSizes, Explained
-from ..checks import check_lse_base, check_shape
+from ..checks import check_lse_base
 from ..fast_path.operator_function import operator_function
 from ..latent_cache import OUT_DTYPES
 from ..operator import Call, Given, Operator, OutputForm, TensorArg, shape_of
@@ -157,15 +157,15 @@ def _check(call: Call) -> None:
     tensors.check_dtypes()
     _check_sizes(tensors["q"], tensors["kv_cache"], tensors["indices"])
     tokens, heads, _ = tensors["q"].shape
-    check_shape("topk_lens", tensors.get("topk_lens"), (tokens,))
-    check_shape("out", tensors["out"], (tokens, heads, LATENT))
-    check_shape("lse", tensors.get("lse"), (tokens, heads))
-    check_shape("sinks", tensors.get("sinks"), (heads,))
-    check_scale_shapes(tensors)
+    tensors.check_shapes(
+        topk_lens=[(tokens,)],
+        out=[(tokens, heads, LATENT)],
+        lse=[(tokens, heads)],
+        sinks=[(heads,)],
+    )
     if options.softmax_scale is None and tensors.get("softmax_scale") is None:
         raise UsageError("None, expected a number or a float32 CUDA tensor of one element", argument="softmax_scale")
     check_lse_base(options.lse_base)
-    tensors.check_devices()
     tensors.check_memory()
 
 

@@ -20,9 +20,9 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
+from ...attention.paged_cache import MAX_QUERIES
 from ...distributed.partition import KvPartition
 from ...errors import UsageError
-from ...kernels.native.decode.shape import MAX_QUERIES
 from ..dealt_batch import Ranks, attend_dealt, check_dealt_layer, hold_a_dealt_step
 from ..paged_batch import BLOCK_SIZES, HEAD_SIZES, DealtBatch, LayerOptions, PagedBatch, Part, attend, check_layer
 from ..readiness import reserve, warm_up

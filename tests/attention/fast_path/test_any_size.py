@@ -150,7 +150,7 @@ def test_calls_of_other_options_have_a_path_of_their_own(
 
 @pytest.mark.parametrize("name", ["context_attention over pages"])
 def test_families_are_known_up_to_a_number(caller: Caller, calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(any_size, "_MOST_FAMILIES", 4)
+    monkeypatch.setattr(operator_function, "_MOST_FAMILIES", 4)
     for number, call in enumerate(calls):
         caller.outcome(call.changed(window_left=number))
     assert len(caller.runtime.families) == 4

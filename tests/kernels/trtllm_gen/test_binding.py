@@ -59,7 +59,9 @@ def pairs(family: str) -> Iterator[tuple[Decision, Decision, Bindings]]:
 def bound(values: Mapping[str, object], inputs: Mapping[str, str], bindings: Bindings) -> dict[str, object]:
     """``values`` as a run with ``bindings`` sends them."""
     given = {field: getattr(bindings, name) for field, name in inputs.items()}
-    moved = {field: spec.moved(given[field]) for field, spec in values.items() if isinstance(spec, TensorMapSpec)}
+    moved = {
+        field: spec._replace(address=given[field]) for field, spec in values.items() if isinstance(spec, TensorMapSpec)
+    }
     return {**values, **given, **moved}
 
 

@@ -170,7 +170,7 @@ def test_sparse_keys_are_single_tokens_without_an_end() -> None:
 def test_a_window_pool_is_described_like_the_keys() -> None:
     bindings = Bindings(query=16, key=32, value=32, out=48, window_pool=64)
     maps = describe_tensors(replace(SPARSE_MLA, bindings=bindings), ROW)
-    assert maps.window_pool == maps.key.moved(64)
+    assert maps.window_pool == maps.key._replace(address=64)
 
 
 def test_without_a_window_pool_there_is_no_descriptor_of_it() -> None:

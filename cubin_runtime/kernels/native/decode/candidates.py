@@ -10,14 +10,13 @@ from ....launch.driver import DeviceFacts
 from ....values import dataclass
 from ..cost_model import Estimate
 from ..selection import Candidate
-from .grids import Grid, Tiling
-from .shape import DecodeShape
+from .grids import DecodeShape, Grid, Tiling
 
 
 class Fit(NamedTuple):
     """A kernel that fits the problem: its tiling, its grid and the predicted time at the bound.
 
-    ``times`` are those for every length of ``lengths_of``, the bound's first.
+    ``times`` are those for each of the tiling's ``lengths``, the bound's first.
     """
 
     kernel: NativeKernel

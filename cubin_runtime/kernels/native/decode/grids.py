@@ -1,16 +1,18 @@
-"""The grids with which a decode kernel can split a problem, and the work of each."""
+"""The shape of a decode, the grids with which a kernel can split it, and the work of each."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import KW_ONLY, fields
+from operator import attrgetter
 from typing import NamedTuple
 
 from ....artifacts.tables.native_kernels import NativeKernel
 from ....dtypes import BY_SHORT
 from ....launch.driver import DeviceFacts
+from ....values import dataclass
 from ..constants import CONSTANTS
 from ..cost_model import Costs, Estimate, Pace, pace_of
-from .shape import DecodeShape
 
 ANY_ROWS = (1 << 31) - 1
 # The arithmetic of kernels that give the bits of prefill: they split keys at absolute multiples, and each CTA takes
@@ -36,6 +38,82 @@ _DRIFT_TOKENS = 4096
 _DRIFT_SLACK_TOKENS = 2048
 # Shared memory that the driver keeps for itself in each resident block (CUDA programming guide).
 _RESERVED_SHARED_BYTES = 1024
+# batch_invariant makes at most this many splits of a row tile over all KV heads together: enough for a whole GPU.
+_INVARIANT_SPLITS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeShape:
+    """The facts that decide the kernel and the grid: bounds, never the lengths themselves.
+
+    ``dtype`` is that of the KV cache and ``q_dtype`` that of the queries (``bf16``, ``fp16``, ``e4m3``; empty: as the
+    cache's), ``group`` the query heads per KV head,
+    ``q_len`` the query tokens of each request or, where ``ragged``, their bound; then ``tokens`` are those of all
+    requests. ``window_left`` is -1 without a window.
+    """
+
+    dtype: str
+    head_dim: int
+    group: int
+    kv_heads: int
+    batch: int
+    _: KW_ONLY
+    q_dtype: str = ""
+    q_len: int = 1
+    tokens: int = 0
+    ragged: bool = False
+    max_seq_len: int
+    window_left: int = -1
+    batch_invariant: bool = False
+
+    @property
+    def form(self) -> tuple[object, ...]:
+        """All fields except the number of requests and their total number of tokens."""
+        return _FORM(self)
+
+    @classmethod
+    def of_form(cls, form: tuple[object, ...]) -> DecodeShape:
+        """One request of that form."""
+        return cls(batch=1, **dict(zip(_FORM_NAMES, form, strict=True)))  # type: ignore[arg-type]
+
+    @property
+    def rows(self) -> int:
+        """Query rows of one request and KV head, or their bound: tokens times group."""
+        return self.q_len * self.group
+
+    def kv_tokens(self, tile_tokens: int) -> int:
+        """Keys that a request reads at most: a window ends with the last query and may begin and end within tiles."""
+        if self.window_left < 0:
+            return self.max_seq_len
+        return min(self.max_seq_len, self.window_left + self.q_len + tile_tokens)
+
+    def tiles(self, tile_tokens: int) -> int:
+        """Tiles of a request and KV head at most; one without keys has an empty one."""
+        return max(1, -(-self.kv_tokens(tile_tokens) // tile_tokens))
+
+    @property
+    def segments(self) -> int:
+        """Segments of a request at most, where prefill and decode give the same bits."""
+        segment = CONSTANTS.segment_tokens
+        return max(1, -(-min(self.max_seq_len, self.kv_tokens(segment)) // segment))
+
+    def splits(self, tile_tokens: int) -> int:
+        """Splits of an output tile under ``batch_invariant``, at most."""
+        return min(-(-_INVARIANT_SPLITS // self.kv_heads), split_count(self.tiles(tile_tokens), tile_tokens))
+
+
+_FORM_NAMES = tuple(field.name for field in fields(DecodeShape) if field.name not in ("batch", "tokens"))
+_FORM = attrgetter(*_FORM_NAMES)
+
+
+def split_count(tiles: int, tile_tokens: int) -> int:
+    """Splits of an output tile of ``tiles`` KV tiles under ``batch_invariant``, without their bound, as in the kernels.
+
+    It never decreases with the tiles: a bound on the tiles bounds the splits, and changes those of no request.
+    """
+    tokens = tiles * tile_tokens
+    short = min(CONSTANTS.decode_short_splits, -(-tokens // CONSTANTS.decode_short_split_tokens))
+    return max(-(-tokens // CONSTANTS.decode_split_tokens), short)
 
 
 class Part(NamedTuple):
@@ -73,6 +151,8 @@ class Tiling(NamedTuple):
     ``resident`` is how many of its CTAs fit on a multiprocessor, ``row_tiles`` are those of a request, ``tiles`` the KV
     tiles of one output tile (request, KV head, row tile), ``tile_bytes`` the bytes of a KV tile,
     ``splits`` those of an output tile under ``batch_invariant``, which are ``segments`` if prefill gives the same bits.
+    ``lengths`` are the KV tiles of a request for which a launch should be good: those of its bound, and of requests far
+    below; under ``batch_invariant`` the bound's alone, as splits follow from the lengths.
     ``group_sizes`` are the numbers of KV heads that CTAs
     can read side by side, largest first; with ``shares_lines``, heads have cache lines of 128 bytes in common.
     ``paces`` are for one CTA on a multiprocessor, then for two, and so on; none starts before ``least_start_us``, but
@@ -85,6 +165,7 @@ class Tiling(NamedTuple):
     tma: bool
     row_tiles: int
     tiles: int
+    lengths: tuple[int, ...]
     tile_bytes: int
     splits: int
     segments: bool
@@ -122,15 +203,20 @@ def tiling_of(kernel: NativeKernel, shape: DecodeShape, part: Part, device: Devi
         )
         for number in range(1, resident + 1)
     ]
+    tiles, bound, splits = shape.tiles(tile_tokens), shape.kv_tokens(1), 0
+    if shape.batch_invariant:
+        splits = shape.segments if segments else shape.splits(tile_tokens)
+    shorter = () if shape.batch_invariant else [tokens for tokens in _SHORTER_TOKENS if tokens < bound]
     return Tiling(
         rows=rows,
         tile_tokens=tile_tokens,
         resident=resident,
         tma=bool(traits["tma"]),
         row_tiles=max(1, -(-min(shape.rows, part.max_rows) // rows)),
-        tiles=shape.tiles(tile_tokens),
+        tiles=tiles,
+        lengths=(tiles, *[-(-tokens // tile_tokens) for tokens in shorter]),
         tile_bytes=2 * tile_tokens * shape.head_dim * item_bytes,
-        splits=shape.segments if segments else shape.splits(tile_tokens),
+        splits=splits,
         segments=segments,
         group_sizes=tuple(n for n in range(costs.max_cta_group_size, 0, -1) if shape.kv_heads % n == 0),
         # CTAs that read heads of one cache line drift apart if some have a multiprocessor for themselves, which costs
@@ -280,16 +366,6 @@ def estimates_of(
             )
         )
     return estimates
-
-
-def lengths_of(tiling: Tiling, shape: DecodeShape) -> tuple[int, ...]:
-    """KV tiles of a request for which a launch should be good: those of its bound, and of requests far below.
-
-    Under ``batch_invariant`` only the bound: splits follow from the lengths.
-    """
-    bound = shape.kv_tokens(1)
-    shorter = () if shape.batch_invariant else [tokens for tokens in _SHORTER_TOKENS if tokens < bound]
-    return (tiling.tiles, *[-(-tokens // tiling.tile_tokens) for tokens in shorter])
 
 
 def least_us(tiling: Tiling, extent: Extent, shape: DecodeShape) -> float:

@@ -94,10 +94,10 @@ PAGED_DECODE_TMA = StructLayout.declare("PagedDecodeTmaParams", _TMA)
 PAGED_DECODE_COPY = StructLayout.declare("PagedDecodeCopyParams", _COPY)
 PAGED_DECODE_TMA_E4M3 = StructLayout.declare("PagedDecodeTmaE4m3Params", (*_TMA, *KV_SCALE_FIELDS))
 PAGED_DECODE_COPY_E4M3 = StructLayout.declare("PagedDecodeCopyE4m3Params", (*_COPY, *KV_SCALE_FIELDS))
-# That describe caches with tensor maps, and those with scales of keys and values.
-TMA_LAYOUTS = (PAGED_DECODE_TMA, PAGED_DECODE_TMA_E4M3)
-E4M3_LAYOUTS = (PAGED_DECODE_TMA_E4M3, PAGED_DECODE_COPY_E4M3)
 
 LAYOUTS = MappingProxyType(
-    {layout.name: layout for layout in (*TMA_LAYOUTS, PAGED_DECODE_COPY, PAGED_DECODE_COPY_E4M3)}
+    {
+        layout.name: layout
+        for layout in (PAGED_DECODE_TMA, PAGED_DECODE_TMA_E4M3, PAGED_DECODE_COPY, PAGED_DECODE_COPY_E4M3)
+    }
 )

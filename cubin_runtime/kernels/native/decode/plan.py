@@ -16,10 +16,8 @@ from ....values import dataclass
 from ..constants import CONSTANTS
 from ..launches import KernelFile, NativeLaunch, native_plan, scratch_regions
 from ..problem import Problem, kv_scale_strides, page_size_log2
-from .grids import SEGMENTS
-from .params import E4M3_LAYOUTS, TMA_LAYOUTS
+from .grids import SEGMENTS, DecodeShape
 from .select import DecodeSelection
-from .shape import DecodeShape
 
 _SWIZZLE_BYTES = 128  # the widest span; a longer row is several boxes of the same map
 
@@ -108,9 +106,9 @@ def _launch(
         "v_table_offset": problem.v_table_offset,
         **cache_values(file.layout, problem, int(kernel.traits["tile_tokens"])),
     }
-    if file.layout in E4M3_LAYOUTS:
+    if "k_scale" in file.layout.names:
         values |= kv_scale_strides(problem.k_scale_strides, problem.v_scale_strides)
-    names = ("k_map", "v_map") if file.layout in TMA_LAYOUTS else ("k", "v")
+    names = file.layout.descriptors or ("k", "v")
     plan = native_plan(
         kernel,
         file,
@@ -141,7 +139,7 @@ def _regions(selection: DecodeSelection, problem: DecodeProblem, suffix: str) ->
 def cache_values(layout: StructLayout, problem: DecodeProblem, tile_tokens: int) -> dict[str, object]:
     """The fields that describe the caches: two descriptors, or strides."""
     caches = {"k": problem.k_strides, "v": problem.v_strides}
-    if layout in TMA_LAYOUTS:
+    if layout.descriptors:
         pages = (problem.num_pages, problem.page_size, problem.kv_heads, problem.head_dim)
         return {
             f"{name}_map": _descriptor(problem.kv_dtype, pages, strides, tile_tokens)

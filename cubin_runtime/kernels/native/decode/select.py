@@ -19,6 +19,7 @@ from .candidates import DecodeCandidate, Fit, count, refusal
 from .grids import (
     ANY_ROWS,
     SEGMENTS,
+    DecodeShape,
     Extent,
     Grid,
     Part,
@@ -27,11 +28,9 @@ from .grids import (
     extent_of,
     grids_of,
     least_us,
-    lengths_of,
     splits_of,
     tiling_of,
 )
-from .shape import DecodeShape
 
 OPERATION = "paged_decode"
 
@@ -208,9 +207,8 @@ def _fits(
 ) -> list[Fit]:
     """The grids of a kernel that fits."""
     fits = []
-    lengths = lengths_of(tiling, shape)
     for grid in grids_of(tiling, extent, shape, device, costs):
-        estimates = estimates_of(tiling, extent, grid, shape, lengths)
+        estimates = estimates_of(tiling, extent, grid, shape, tiling.lengths)
         times = tuple([estimate.microseconds for estimate in estimates])
         fits.append(Fit(kernel, tiling, grid, estimates[0], times[0], times))
     return fits

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from cubin_runtime.errors import UsageError
 from cubin_runtime.kernels.native.cost_model import H200, restated
-from cubin_runtime.kernels.native.decode.grids import Part, extent_of, least_us
+from cubin_runtime.kernels.native.decode.grids import DecodeShape, Part, extent_of, least_us
 from cubin_runtime.kernels.native.decode.select import select_decode
-from cubin_runtime.kernels.native.decode.shape import DecodeShape
 from tests.kernels.decode_kernels import HOPPER, decode_kernel
 from tests.kernels.select_cases import ALL, SHAPE, chosen, fit_of, microseconds, one, rows_of, shapes, words
 from tests.launch.examples import H100, device

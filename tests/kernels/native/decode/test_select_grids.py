@@ -10,6 +10,7 @@ from cubin_runtime.artifacts.tables.native_kernels import NativeKernel
 from cubin_runtime.kernels.native.cost_model import OTHER
 from cubin_runtime.kernels.native.decode.grids import (
     ANY_ROWS,
+    DecodeShape,
     Grid,
     Part,
     estimates_of,
@@ -18,7 +19,6 @@ from cubin_runtime.kernels.native.decode.grids import (
     tiling_of,
 )
 from cubin_runtime.kernels.native.decode.select import select_decode
-from cubin_runtime.kernels.native.decode.shape import DecodeShape
 from tests.kernels.decode_kernels import HOPPER, decode_kernel
 from tests.kernels.select_cases import ALL, SHAPE, chosen, fit_of, one, shapes
 from tests.launch.examples import H100, device

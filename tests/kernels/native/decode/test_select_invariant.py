@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cubin_runtime.errors import UsageError
-from cubin_runtime.kernels.native.decode.grids import ANY_ROWS
+from cubin_runtime.kernels.native.decode.grids import ANY_ROWS, DecodeShape, split_count
 from cubin_runtime.kernels.native.decode.select import select_decode
-from cubin_runtime.kernels.native.decode.shape import DecodeShape, split_count
 from tests.kernels.decode_kernels import HOPPER, decode_kernel
 from tests.kernels.select_cases import ALL, H200_DEVICE, SHAPE, WARPGROUPS, chosen, launches, one, shapes, words
 from tests.launch.examples import H100

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import pytest
 
 from cubin_runtime.kernels.native.decode.candidates import Fit
+from cubin_runtime.kernels.native.decode.grids import DecodeShape
 from cubin_runtime.kernels.native.decode.select import DecodeSelection, select_decode
-from cubin_runtime.kernels.native.decode.shape import DecodeShape
 from tests.kernels.decode_kernels import HOPPER
 from tests.launch.examples import H100
 

@@ -87,7 +87,7 @@ def test_every_field_of_the_struct_has_a_value(problem: ContextProblem) -> None:
 @pytest.mark.parametrize("problem", [RAGGED, PAGED, E4M3])
 @pytest.mark.parametrize("name", ["q_map", "k_map", "v_map"])
 def test_the_descriptors_are_ones_that_the_driver_takes(problem: ContextProblem, name: str) -> None:
-    check_tensor_map(plan(problem).values[name].moved(0x7F0000100000))
+    check_tensor_map(plan(problem).values[name]._replace(address=0x7F0000100000))
 
 
 def test_a_box_of_queries_is_a_warpgroups_rows_of_packed_heads() -> None:
