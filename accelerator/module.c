@@ -1,9 +1,19 @@
 #include "sender.h"
 
-enum { ABI = 4 };
+#include <string.h>
+
+enum { ABI = 5 };
 
 static PyObject **first_of(PyObject *object, References references) {
   return (PyObject **)((char *)object + references.offset);
+}
+
+PyObject *hold_all(PyObject *object, References references, int parsed) {
+  PyObject **first = first_of(object, references);
+  if (!parsed) memset(first, 0, references.count * sizeof *first);
+  for (size_t i = 0; i < references.count; i++) Py_XINCREF(first[i]);
+  if (!parsed) Py_CLEAR(object);
+  return object;
 }
 
 int visit_all(PyObject *object, References references, visitproc visit, void *arg) {
@@ -12,11 +22,21 @@ int visit_all(PyObject *object, References references, visitproc visit, void *ar
   return 0;
 }
 
-void clear_all(PyObject *object, References references) {
+int clear_all(PyObject *object, References references) {
   for (size_t i = 0; i < references.count; i++) Py_CLEAR(first_of(object, references)[i]);
+  return 0;
 }
 
-void release(PyObject *object) {
+PyObject *tuple_of(PyObject *const *items, Py_ssize_t count) {
+  PyObject *tuple = PyTuple_New(count);
+  for (Py_ssize_t i = 0; i < count && tuple != NULL; i++) PyTuple_SetItem(tuple, i, Py_NewRef(items[i]));
+  return tuple;
+}
+
+void *allocate(PyTypeObject *type) { return ((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0); }
+
+void release(PyObject *object, References references) {
+  clear_all(object, references);
   PyTypeObject *type = Py_TYPE(object);
   ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
   Py_DECREF((PyObject *)type);
@@ -31,8 +51,8 @@ static int add_type(PyObject *module, const char *name, PyType_Spec *spec) {
 
 static int start(PyObject *module) {
   return PyModule_AddIntMacro(module, ABI) || PyModule_AddIntMacro(module, MOST_SLOTS) ||
-                 PyModule_AddIntMacro(module, MOST_TENSORS) || PyModule_AddIntMacro(module, MOST_FACTORS) ||
-                 PyModule_AddIntMacro(module, MOST_KEYED) || PyModule_AddIntMacro(module, MOST_LAUNCHES) ||
+                 PyModule_AddIntMacro(module, MOST_TENSORS) || PyModule_AddIntMacro(module, MOST_KEYED) ||
+                 PyModule_AddIntMacro(module, MOST_LAUNCHES) ||
                  add_type(module, "Sender", &sender_spec) || add_type(module, "Walk", &walk_spec) ||
                  add_type(module, "Paths", &paths_spec)
              ? -1

@@ -1,5 +1,5 @@
-// The paths of one operator, as cubin_runtime/attention/fast_path/paths.py tries them in Python: a call's arguments are
-// put in the order of the parameters, and each path is asked in turn, in C where it has a walk.
+// The paths of one operator, as cubin_runtime/attention/fast_path/operator_function.py tries them in Python: a call's
+// arguments are put in the order of the parameters, and each path is asked in turn, in C where it has a walk.
 
 #include "sender.h"
 
@@ -43,17 +43,15 @@ static int bind(const Paths *self, PyObject *const *given, Py_ssize_t count, PyO
 }
 
 static PyObject *in_python(PyObject *path, Py_ssize_t count, PyObject **slots) {
-  PyObject *arguments = PyTuple_New(count);
-  if (arguments == NULL) return NULL;
-  for (Py_ssize_t i = 0; i < count; i++) PyTuple_SetItem(arguments, i, Py_NewRef(slots[i]));
-  PyObject *result = call_one(path, arguments);
-  Py_DECREF(arguments);
+  PyObject *arguments = tuple_of(slots, count);
+  PyObject *result = arguments == NULL ? NULL : call_one(path, arguments);
+  Py_XDECREF(arguments);
   return result;
 }
 
 // What a path gives for a call: a new reference, to `miss` if it does not send it, or NULL.
 static PyObject *ask(const Paths *self, PyObject *path, PyObject *its_walk, PyObject **slots) {
-  if (its_walk != Py_None) {
+  if ((PyObject *)Py_TYPE(its_walk) == self->walk_type) {
     PyObject *result = NULL;
     int done = walk((Walk *)its_walk, slots, &result);
     if (done == SENT) return result;
@@ -74,10 +72,6 @@ static int set_entries(PyObject *object, PyObject *entries, void *unused) {
   if (walks == NULL) return -1;
   for (Py_ssize_t i = 0; i < count; i++) {
     PyObject *its = PyObject_GetAttrString(PyTuple_GetItem(entries, i), "walk");
-    if (its != NULL && its != Py_None && (PyObject *)Py_TYPE(its) != self->walk_type) {
-      PyErr_SetString(PyExc_TypeError, "walk: expected a Walk or None");
-      Py_CLEAR(its);
-    }
     if (its == NULL) {
       Py_DECREF(walks);
       return -1;
@@ -122,9 +116,8 @@ static PyObject *try_all(Paths *self, PyObject **slots) {
 }
 
 static PyObject *call_otherwise(const Paths *self, PyObject *const *given, Py_ssize_t count, PyObject *keywords) {
-  PyObject *arguments = PyTuple_New(count), *options = PyDict_New(), *result = NULL;
+  PyObject *arguments = tuple_of(given, count), *options = PyDict_New(), *result = NULL;
   int failed = arguments == NULL || options == NULL;
-  for (Py_ssize_t i = 0; i < count && !failed; i++) PyTuple_SetItem(arguments, i, Py_NewRef(given[i]));
   Py_ssize_t named = keywords == NULL ? 0 : PyTuple_Size(keywords);
   for (Py_ssize_t i = 0; i < named && !failed; i++) {
     failed = PyDict_SetItem(options, PyTuple_GetItem(keywords, i), given[count + i]);
@@ -137,44 +130,29 @@ static PyObject *call_otherwise(const Paths *self, PyObject *const *given, Py_ss
 
 static PyObject *send(PyObject *object, PyObject *const *given, Py_ssize_t count, PyObject *keywords) {
   Paths *self = (Paths *)object;
-  PyObject *slots[MOST_SLOTS];
+  PyObject *slots[MOST_SLOTS + 1];
   PyObject *result = bind(self, given, count, keywords, slots) ? try_all(self, slots) : Py_NewRef(self->miss);
-  if (result != self->miss || self->otherwise == Py_None) return result;
+  if (result != self->miss || self->otherwise == NULL) return result;
   Py_DECREF(result);
   return call_otherwise(self, given, count, keywords);
 }
 
 static PyObject *new_paths(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
   static char *names[] = {"names", "defaults", "missing", "first", "by_position", "miss", "otherwise", NULL};
-  PyObject *parameters, *defaults, *missing, *miss, *otherwise;
-  Py_ssize_t first, by_position;
-  if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "O!O!OnnOO", names, &PyTuple_Type, &parameters, &PyTuple_Type,
-                                   &defaults, &missing, &first, &by_position, &miss, &otherwise)) {
-    return NULL;
-  }
-  Py_ssize_t count = PyTuple_Size(parameters);
-  if (count > MOST_SLOTS || PyTuple_Size(defaults) != count || first < 0 || first + by_position > count) {
-    return PyErr_Format(PyExc_ValueError, "names: %zd, expected at most %d", count, MOST_SLOTS);
-  }
-  allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
-  Paths *self = (Paths *)allocate(type, 0);
+  Paths *self = allocate(type);
   if (self == NULL) return NULL;
-  self->count = count;
-  self->first = first;
-  self->by_position = by_position;
-  self->names = Py_NewRef(parameters);
-  self->defaults = Py_NewRef(defaults);
-  self->missing = Py_NewRef(missing);
-  self->miss = Py_NewRef(miss);
-  self->otherwise = Py_NewRef(otherwise);
+  PyObject_GC_UnTrack(self);  // until it holds what it refers to
+  int parsed = PyArg_ParseTupleAndKeywords(arguments, keywords, "O!O!OnnO|O", names, &PyTuple_Type, &self->names,
+                                           &PyTuple_Type, &self->defaults, &self->missing, &self->first,
+                                           &self->by_position, &self->miss, &self->otherwise);
+  if (hold_all((PyObject *)self, REFERENCES(Paths, names, walks), parsed) == NULL) return NULL;
+  self->count = PyTuple_Size(self->names);
   self->entries = PyTuple_New(0);
   self->walks = PyTuple_New(0);
   PyObject *module = PyType_GetModule(type);
   self->walk_type = module == NULL ? NULL : PyObject_GetAttrString(module, "Walk");
-  if (self->entries == NULL || self->walks == NULL || self->walk_type == NULL) {
-    Py_DECREF((PyObject *)self);
-    return NULL;
-  }
+  if (self->entries == NULL || self->walks == NULL || self->walk_type == NULL) Py_CLEAR(self);
+  if (self != NULL) PyObject_GC_Track(self);
   return (PyObject *)self;
 }
 
@@ -183,15 +161,11 @@ static int visit_paths(PyObject *object, visitproc visit, void *arg) {
 }
 
 // Without the others a call that comes all the same would have no names to bind by.
-static int clear_paths(PyObject *object) {
-  clear_all(object, REFERENCES(Paths, otherwise, walks));
-  return 0;
-}
+static int clear_paths(PyObject *object) { return clear_all(object, REFERENCES(Paths, otherwise, walks)); }
 
 static void free_paths(PyObject *object) {
   PyObject_GC_UnTrack(object);
-  clear_all(object, REFERENCES(Paths, names, walks));
-  release(object);
+  release(object, REFERENCES(Paths, names, walks));
 }
 
 static PyMethodDef methods[] = {

@@ -13,6 +13,7 @@ enum { MOST_SLOTS = 96, MOST_TENSORS = 32, MOST_LAUNCHES = 4, MOST_KEYED = 4, MO
 
 typedef int (*LaunchKernelEx)(const void *config, void *function, void **parameters, void **extra);
 
+// Tables come as bytes, which Python packs as the compiler lays these structs out (launch/accelerator.py).
 typedef struct {
   uint32_t offset;
   char code;  // as in Python's struct module
@@ -30,11 +31,12 @@ typedef struct {
   LaunchKernelEx call;
   const void *config;  // a CUlaunchConfig, which nobody writes
   void *function;
+  PyObject *parameters, *fields;  // bytes
   PyObject *launch, *stream, *record, *tick, *kept;
   PyObject *entry;  // of the history where no parameter changes, else NULL
   Py_ssize_t size, count;
-  unsigned char *parameters;
-  Field fields[MOST_FIELDS];
+  const char *bytes;
+  const Field *field;
 } Sender;
 
 // The method of torch's guards, but False where it would throw: `guard` of the module.
@@ -52,20 +54,29 @@ typedef struct {
 #define REFERENCES(type, first, last) \
   ((References){offsetof(type, first), (offsetof(type, last) - offsetof(type, first)) / sizeof(PyObject *) + 1})
 
+// Hold references that were parsed into an object, or forget them and the object where parsing failed.
+PyObject *hold_all(PyObject *object, References references, int parsed);
 int visit_all(PyObject *object, References references, visitproc visit, void *arg);
-void clear_all(PyObject *object, References references);
+int clear_all(PyObject *object, References references);
 
-// Give back the memory of an object that holds nothing more.
-void release(PyObject *object);
+// A new object of a type, all zeros.
+void *allocate(PyTypeObject *type);
+
+// Give back the memory of an object and what it refers to.
+void release(PyObject *object, References references);
 
 extern PyType_Spec sender_spec, walk_spec, paths_spec;
 
 typedef struct Walk Walk;
 enum { FAILED = -1, OTHERWISE = 0, SENT = 1, UNLIKE = 2 };
 
-// Walk the table of a call with these arguments, of which there is room for MOST_SLOTS. SENT: `result` is a new reference
-// to what the call gives; UNLIKE: it is of another form; OTHERWISE: nothing was sent, and Python is to walk the table.
+// Walk the table of a call with these arguments; there is room for MOST_SLOTS and a tensor that is made. SENT: `result`
+// is a new reference to what the call gives; UNLIKE: it is of another form; OTHERWISE: nothing was sent, and Python
+// walks the table.
 int walk(Walk *self, PyObject **slots, PyObject **result);
+
+// A tuple of objects that are borrowed.
+PyObject *tuple_of(PyObject *const *items, Py_ssize_t count);
 
 // Call a callable with one argument.
 PyObject *call_one(PyObject *callable, PyObject *argument);

@@ -3,14 +3,14 @@
 
 #include "sender.h"
 
-#include <limits.h>
 #include <math.h>
 #include <string.h>
 
 enum { BUCKETS = 256 };
-enum { IDENTICAL, EQUAL, OF_TYPE, INTEGER, SCALE, SEQUENCE, WORKSPACE };  // `Kind` of table.py
+enum { EQUAL, OF_TYPE, INTEGER, SCALE, SEQUENCE, WORKSPACE };  // `Kind` of table.py
 enum { ADDRESS, PRODUCT };
 enum { SLOT, TENSOR, CONSTANT };  // kinds of sizes, as in path.py
+enum { LEVEL, OF_LEGACY, PLACE, OWNER, CONTEXT, CLAIM };  // `NAMES` of launch/accelerator.py
 
 #define SCALE_LIMIT 0x1p127
 
@@ -18,6 +18,7 @@ enum { SLOT, TENSOR, CONSTANT };  // kinds of sizes, as in path.py
 extern PyObject *PyObject_Vectorcall(PyObject *callable, PyObject *const *arguments, size_t count, PyObject *keywords)
     __attribute__((weak));
 
+// What must hold for the argument in a slot; the walk holds the object that it is compared with.
 typedef struct {
   int kind, slot;
   PyObject *known;
@@ -35,6 +36,11 @@ typedef struct {
   int slot;
   double constant;
 } Factor;
+
+typedef struct {
+  int kind;
+  long long number;
+} Size;
 
 // Where a launch's value comes from: the address of a tensor and an offset, or a product.
 typedef struct {
@@ -57,35 +63,33 @@ typedef struct {
 
 struct Walk {
   PyObject_HEAD
-  PyObject *tests_known;  // holds what the tests refer to
-  PyObject *modes, *levels, *level, *no_level, *check, *data_ptr, *failed, *senders, *of_legacy, *place, *owner_name;
-  PyObject *current, *device;            // NULL: the stream is not part of the key
-  PyObject *legacy, *place_of;           // NULL: no scratch of its own; `legacy` alone may be None
-  PyObject *context_name, *claim_name;
-  PyObject *make, *made_of;              // NULL: no tensor is made
-  PyObject *halts, *claim;               // NULL: nothing halts it
-  PyObject *by_size, *size_of;           // NULL: a call's sizes do not matter; else the walks by their sizes
-  PyObject *sender_type, *result;        // the latter: None, a slot, or a tuple of slots
-  PyObject *guarded;                     // what `check` calls, borrowed from it, or NULL
+  PyObject *names, *known, *test_rows, *tensor_rows, *writes;  // tuples and bytes; `writes` has bytes for each launch
+  PyObject *modes, *levels, *check;                            // `check` may be None
+  PyObject *data_ptr, *failed, *senders;
+  PyObject *unfit;                 // the errors of a value that does not fit its field
+  PyObject *result;                // None, a slot, or a tuple of slots
+  PyObject *current, *device;      // NULL: the stream is not part of the key
+  PyObject *legacy, *place_of;     // NULL: no scratch of its own; `legacy` alone may be None
+  PyObject *make, *made_of;        // NULL: no tensor is made
+  PyObject *halts, *claim;         // NULL: nothing halts it
+  PyObject *by_size, *size_rows, *size_of;  // NULL: a call's sizes do not matter; else the walks by their sizes
+  PyObject *guarded;               // what `check` calls, borrowed from it, or NULL
   int count, stream_slot, workspace_slot, tests, tensors, keyed, launches, made_counts, sizes;
-  struct {
-    int kind;
-    long long number;
-  } size[MOST_TENSORS];
-  Test test[MOST_SLOTS + MOST_FIELDS];
-  Row row[MOST_TENSORS];
+  const Test *test;
+  const Row *row;
+  const Size *size;
   int counts[MOST_LAUNCHES];
-  Source *source[MOST_LAUNCHES];
+  const Source *source[MOST_LAUNCHES];
   Bucket buckets[BUCKETS];
 };
 
-// A call: its arguments, of which those behind the first `owned` are the walk's own, and the addresses of its tensors.
+// A call: its arguments and the addresses of its tensors. Behind the first `owned` slots are elements of sequences, and
+// the tensor made, which it holds.
 typedef struct {
   PyObject **slots;
   int count, owned;
   PyObject *tensors[MOST_TENSORS];
   uint64_t addresses[MOST_TENSORS + 1];  // the last is that of the tensor made
-  PyObject *made;
   Key key;
 } Call;
 
@@ -93,6 +97,8 @@ PyObject *call_one(PyObject *callable, PyObject *argument) {
   if (PyObject_Vectorcall != NULL) return PyObject_Vectorcall(callable, &argument, 1, NULL);
   return PyObject_CallFunctionObjArgs(callable, argument, NULL);
 }
+
+static PyObject *name_of(const Walk *self, int name) { return PyTuple_GetItem(self->names, name); }
 
 static int truth(PyObject *value) {
   if (value == NULL) return FAILED;
@@ -139,7 +145,7 @@ static int is_workspace(const Walk *self, PyObject *value, const Test *test) {
   if ((PyObject *)Py_TYPE(value) != PyTuple_GetItem(test->known, 0)) return 0;
   PyObject *known = PyTuple_GetItem(test->known, 1);
   if (known == Py_None) return 1;
-  PyObject *context = PyObject_GetAttr(value, self->context_name);
+  PyObject *context = PyObject_GetAttr(value, name_of(self, CONTEXT));
   if (context == NULL) return FAILED;
   int is_known = PyObject_RichCompareBool(context, known, Py_EQ);
   Py_DECREF(context);
@@ -149,8 +155,6 @@ static int is_workspace(const Walk *self, PyObject *value, const Test *test) {
 static int holds(const Walk *self, const Test *test, Call *call) {
   PyObject *value = call->slots[test->slot];
   switch (test->kind) {
-    case IDENTICAL:
-      return value == test->known;
     case EQUAL:
       return is_equal(value, test->known);
     case OF_TYPE:
@@ -176,8 +180,7 @@ static int test_arguments(const Walk *self, Call *call) {
 
 // Whether a level of forward-mode derivatives is open, in which any tensor may have a tangent.
 static int any_tangent(const Walk *self) {
-  PyObject *level = PyDict_GetItemWithError(self->levels, self->level);
-  if (level == self->no_level) return 0;  // as Python has one object of each small number
+  PyObject *level = PyDict_GetItemWithError(self->levels, name_of(self, LEVEL));
   if (level == NULL) return PyErr_Occurred() ? FAILED : 1;
   long number = PyLong_AsLong(level);
   return number == -1 && PyErr_Occurred() ? FAILED : number >= 0;
@@ -190,9 +193,8 @@ static int test_forms(const Walk *self, Call *call) {
   int any = truth(PyObject_CallNoArgs(self->modes));
   if (!any) any = any_tangent(self);
   if (any) return any < 0 ? FAILED : UNLIKE;
-  PyObject *tensors = PyTuple_New(self->tensors);
+  PyObject *tensors = tuple_of(call->tensors, self->tensors);
   if (tensors == NULL) return FAILED;
-  for (int i = 0; i < self->tensors; i++) PyTuple_SetItem(tensors, i, Py_NewRef(call->tensors[i]));
   int are = truth(self->guarded ? alike(self->guarded, tensors) : PyObject_Call(self->check, tensors, NULL));
   Py_DECREF(tensors);
   return are < 0 ? FAILED : are ? SENT : UNLIKE;
@@ -226,15 +228,15 @@ static int read_addresses(const Walk *self, Call *call) {
 static PyObject *find_place(const Walk *self, const Call *call) {
   uint64_t stream = call->key.stream;
   if (self->workspace_slot < 0 && !stream && self->legacy != Py_None) {
-    int is_own = truth(PyObject_GetAttr(self->legacy, self->of_legacy));
+    int is_own = truth(PyObject_GetAttr(self->legacy, name_of(self, OF_LEGACY)));
     if (is_own < 0) return NULL;
-    return is_own ? PyObject_GetAttr(self->legacy, self->place) : Py_NewRef(Py_None);
+    return is_own ? PyObject_GetAttr(self->legacy, name_of(self, PLACE)) : Py_NewRef(Py_None);
   }
   PyObject *handle = PyLong_FromUnsignedLongLong(stream);
   if (handle == NULL) return NULL;
-  PyObject *place = self->workspace_slot < 0
-                        ? call_one(self->place_of, handle)
-                        : PyObject_CallMethodObjArgs(call->slots[self->workspace_slot], self->claim_name, handle, NULL);
+  PyObject *place = self->workspace_slot < 0 ? call_one(self->place_of, handle)
+                                             : PyObject_CallMethodObjArgs(call->slots[self->workspace_slot],
+                                                                          name_of(self, CLAIM), handle, NULL);
   Py_DECREF(handle);
   if (place == NULL && self->workspace_slot >= 0 && PyErr_ExceptionMatches(PyExc_Exception)) {
     PyErr_Clear();  // Python claims it again, and says what is wrong
@@ -251,10 +253,10 @@ static int is_ready(const Walk *self) {
   PyObject *buffer = PyTuple_GetItem(self->claim, 0), *owner = PyTuple_GetItem(self->claim, 1);
   PyObject *same_stream = PyTuple_GetItem(self->claim, 2);
   if (same_stream == Py_None) {
-    int is_own = truth(PyObject_GetAttr(buffer, self->of_legacy));
+    int is_own = truth(PyObject_GetAttr(buffer, name_of(self, OF_LEGACY)));
     return is_own < 0 ? FAILED : is_own ? SENT : OTHERWISE;
   }
-  PyObject *its = PyObject_GetAttr(buffer, self->owner_name);
+  PyObject *its = PyObject_GetAttr(buffer, name_of(self, OWNER));
   if (its == NULL) return FAILED;
   int is_same = its == owner ? truth(PyObject_CallNoArgs(same_stream)) : 0;
   Py_DECREF(its);
@@ -317,10 +319,11 @@ static int make_tensor(const Walk *self, Call *call) {
   for (Py_ssize_t i = 0; i < count; i++) {
     PyTuple_SetItem(sources, i, Py_NewRef(call->tensors[PyLong_AsSsize_t(PyTuple_GetItem(self->made_of, i))]));
   }
-  call->made = PyObject_Call(self->make, sources, NULL);
+  PyObject *made = PyObject_Call(self->make, sources, NULL);
   Py_DECREF(sources);
-  if (call->made == NULL) return FAILED;
-  return self->made_counts ? read_word(self->data_ptr, call->made, &call->addresses[self->tensors]) : SENT;
+  if (made == NULL) return FAILED;
+  call->slots[call->count++] = made;
+  return self->made_counts ? read_word(self->data_ptr, made, &call->addresses[self->tensors]) : SENT;
 }
 
 static int multiply(const Source *source, const Call *call, Value *value) {
@@ -336,11 +339,6 @@ static int multiply(const Source *source, const Call *call, Value *value) {
     value->product = i ? value->product * number : number;
   }
   return SENT;
-}
-
-static int is_of_value(void) {
-  return PyErr_ExceptionMatches(PyExc_TypeError) || PyErr_ExceptionMatches(PyExc_ValueError) ||
-         PyErr_ExceptionMatches(PyExc_OverflowError);
 }
 
 static int fill_launch(const Walk *self, int launch, const Sender *sender, const Call *call, Parameters *parameters) {
@@ -363,22 +361,13 @@ static int fill_all(const Walk *self, PyObject *senders, const Call *call, Param
     PyObject *send = PyTuple_GetItem(senders, i);
     PyObject *sender = send == NULL ? NULL : PyCFunction_GetSelf(send);
     if (sender == NULL) return FAILED;
-    if ((PyObject *)Py_TYPE(sender) != self->sender_type || ((Sender *)sender)->count != self->counts[i]) return OTHERWISE;
     if (fill_launch(self, i, (Sender *)sender, call, &parameters[i]) == FAILED) {
-      if (!is_of_value()) return FAILED;
+      if (!PyErr_ExceptionMatches(self->unfit)) return FAILED;
       PyErr_Clear();  // Python's walk says which value it is
       return OTHERWISE;
     }
   }
   return SENT;
-}
-
-static int fail(const Walk *self, int code) {
-  PyObject *error = PyObject_CallFunction(self->failed, "i", code);
-  if (error == NULL) return FAILED;
-  PyErr_SetObject((PyObject *)Py_TYPE(error), error);
-  Py_DECREF(error);
-  return FAILED;
 }
 
 static int launch_all(const Walk *self, PyObject *senders, const Call *call) {
@@ -388,16 +377,18 @@ static int launch_all(const Walk *self, PyObject *senders, const Call *call) {
   for (int i = 0; i < self->launches; i++) {
     int code;
     if (launch((Sender *)PyCFunction_GetSelf(PyTuple_GetItem(senders, i)), &parameters[i], &code)) return FAILED;
-    // Python's walk asks the driver for the first again, and explains its answer; nothing may be sent twice.
-    if (code) return i ? fail(self, code) : OTHERWISE;
+    if (code && !i) return OTHERWISE;  // Python's walk asks the driver again, and explains its answer
+    if (code) {
+      PyObject *error = PyObject_CallFunction(self->failed, "i", code);
+      if (error != NULL) PyErr_SetObject((PyObject *)Py_TYPE(error), error);
+      Py_XDECREF(error);
+      return FAILED;  // nothing may be sent twice
+    }
   }
   return SENT;
 }
 
-static PyObject *item_of(const Call *call, PyObject *slot) {
-  Py_ssize_t number = PyLong_AsSsize_t(slot);
-  return Py_NewRef(number < call->count ? call->slots[number] : call->made);
-}
+static PyObject *item_of(const Call *call, PyObject *slot) { return Py_NewRef(call->slots[PyLong_AsSsize_t(slot)]); }
 
 static PyObject *result_of(const Walk *self, const Call *call) {
   if (self->result == Py_None) return Py_NewRef(Py_None);
@@ -465,254 +456,65 @@ int walk(Walk *self, PyObject **slots, PyObject **result) {
   if (done == SENT) done = test_forms(self, &call);
   if (done == SENT) done = self->by_size ? send_sized(self, &call, result) : send_call(self, &call, result);
   Py_XDECREF(call.key.place);
-  Py_XDECREF(call.made);
   while (call.count > call.owned) Py_DECREF(call.slots[--call.count]);
   return done;
 }
 
-static int refuse(const char *what) {
-  PyErr_Format(PyExc_ValueError, "%s: not what was expected", what);
-  return -1;
+// The rows of a table, which are bytes, and their number.
+static const void *rows_of(PyObject *bytes, size_t size, int *count) {
+  *count = bytes == NULL ? 0 : (int)((size_t)PyBytes_Size(bytes) / size);
+  return bytes == NULL ? NULL : PyBytes_AsString(bytes);
 }
 
-static int is_slot(int slot) { return slot >= 0 && slot < MOST_SLOTS; }
-
-static int set_tests(Walk *self, PyObject *tests) {
-  Py_ssize_t count = PyTuple_Size(tests);
-  if (count < 0 || count > MOST_SLOTS + MOST_FIELDS) return refuse("tests");
-  self->tests_known = Py_NewRef(tests);
-  for (Py_ssize_t i = 0; i < count; i++) {
-    Test *test = &self->test[i];
-    if (!PyArg_ParseTuple(PyTuple_GetItem(tests, i), "iiOLL", &test->kind, &test->slot, &test->known, &test->low,
-                          &test->high)) {
-      return -1;
-    }
-    if (test->kind < IDENTICAL || test->kind > WORKSPACE || !is_slot(test->slot)) return refuse("tests");
-    if (test->kind == SEQUENCE && test->known != (PyObject *)&PyTuple_Type && test->known != (PyObject *)&PyList_Type) {
-      return refuse("tests");
-    }
-    if (test->kind == WORKSPACE && (!PyTuple_CheckExact(test->known) || PyTuple_Size(test->known) != 2)) {
-      return refuse("tests");
-    }
+static void set_rows(Walk *self) {
+  self->test = rows_of(self->test_rows, sizeof(Test), &self->tests);
+  self->row = rows_of(self->tensor_rows, sizeof(Row), &self->tensors);
+  self->size = rows_of(self->size_rows, sizeof(Size), &self->sizes);
+  for (int i = 0; i < self->tensors; i++) self->keyed += self->row[i].keyed;
+  self->launches = (int)PyTuple_Size(self->writes);
+  for (int i = 0; i < self->launches; i++) {
+    self->source[i] = rows_of(PyTuple_GetItem(self->writes, i), sizeof(Source), &self->counts[i]);
   }
-  self->tests = (int)count;
-  return 0;
-}
-
-static int set_tensors(Walk *self, PyObject *tensors) {
-  Py_ssize_t count = PyTuple_Size(tensors);
-  if (count < 0 || count > MOST_TENSORS) return refuse("tensors");
-  for (Py_ssize_t i = 0; i < count; i++) {
-    Row *row = &self->row[i];
-    if (!PyArg_ParseTuple(PyTuple_GetItem(tensors, i), "ippKK", &row->slot, &row->counts, &row->keyed, &row->mask,
-                          &row->rest)) {
-      return -1;
-    }
-    if (!is_slot(row->slot) || (row->keyed && !row->counts)) return refuse("tensors");
-    self->keyed += row->keyed;
-  }
-  self->tensors = (int)count;
-  return self->keyed > MOST_KEYED ? refuse("tensors") : 0;
-}
-
-static int set_factors(Walk *self, Source *source, PyObject *factors) {
-  Py_ssize_t count = PyTuple_Size(factors);
-  if (count < 1 || count > MOST_FACTORS) return refuse("writes");
-  for (Py_ssize_t i = 0; i < count; i++) {
-    PyObject *factor = PyTuple_GetItem(factors, i);
-    Factor *own = &source->factor[i];
-    own->slot = -1;
-    if (PyFloat_CheckExact(factor)) {
-      own->constant = PyFloat_AsDouble(factor);
-      continue;
-    }
-    long slot = PyLong_AsLong(factor);
-    if (slot == -1 && PyErr_Occurred()) return -1;
-    if (slot < 0 || slot >= MOST_SLOTS) return refuse("writes");
-    own->slot = (int)slot;
-  }
-  source->factors = (int)count;
-  return 0;
-}
-
-static int set_source(Walk *self, Source *source, PyObject *write) {
-  PyObject *factors;
-  if (!PyArg_ParseTuple(write, "iiKO!", &source->kind, &source->tensor, &source->offset, &PyTuple_Type, &factors)) {
-    return -1;
-  }
-  if (source->kind == PRODUCT) return set_factors(self, source, factors);
-  int past = self->tensors + (self->make != NULL);
-  if (source->kind != ADDRESS || source->tensor < 0 || source->tensor >= past) return refuse("writes");
-  int counts = source->tensor < self->tensors ? self->row[source->tensor].counts : self->made_counts;
-  return counts ? 0 : refuse("writes");
-}
-
-static int set_writes(Walk *self, PyObject *writes) {
-  Py_ssize_t launches = PyTuple_Size(writes);
-  if (launches < 0 || launches > MOST_LAUNCHES) return refuse("writes");
-  for (Py_ssize_t i = 0; i < launches; i++) {
-    PyObject *of_launch = PyTuple_GetItem(writes, i);
-    Py_ssize_t count = PyTuple_Size(of_launch);
-    if (count < 0) return -1;
-    if (count > MOST_FIELDS) return refuse("writes");
-    self->source[i] = PyMem_Calloc((size_t)count + 1, sizeof(Source));
-    if (self->source[i] == NULL) return PyErr_NoMemory(), -1;
-    self->counts[i] = (int)count;
-    self->launches = (int)i + 1;
-    for (Py_ssize_t j = 0; j < count; j++) {
-      if (set_source(self, &self->source[i][j], PyTuple_GetItem(of_launch, j))) return -1;
-    }
-  }
-  return 0;
-}
-
-static int set_made(Walk *self, PyObject *made) {
-  if (made == Py_None) return 0;
-  PyObject *make, *sources;
-  if (!PyArg_ParseTuple(made, "OO!p", &make, &PyTuple_Type, &sources, &self->made_counts)) return -1;
-  for (Py_ssize_t i = 0; i < PyTuple_Size(sources); i++) {
-    Py_ssize_t number = PyLong_AsSsize_t(PyTuple_GetItem(sources, i));
-    if (number == -1 && PyErr_Occurred()) return -1;
-    if (number < 0 || number >= self->tensors) return refuse("made");
-  }
-  self->make = Py_NewRef(make);
-  self->made_of = Py_NewRef(sources);
-  return 0;
-}
-
-static int is_item(const Walk *self, PyObject *slot) {
-  Py_ssize_t number = PyLong_AsSsize_t(slot);
-  if (number == -1 && PyErr_Occurred()) return 0;
-  return number >= 0 && number < MOST_SLOTS + (self->make != NULL);
-}
-
-static int set_result(Walk *self, PyObject *result) {
-  self->result = Py_NewRef(result);
-  if (result == Py_None) return 0;
-  if (!PyTuple_CheckExact(result)) return is_item(self, result) ? 0 : refuse("result");
-  for (Py_ssize_t i = 0; i < PyTuple_Size(result); i++) {
-    if (!is_item(self, PyTuple_GetItem(result, i))) return refuse("result");
-  }
-  return 0;
-}
-
-static int set_pair(PyObject *pair, PyObject **first, PyObject **second) {
-  if (pair == Py_None) return 0;
-  PyObject *one, *other;
-  if (!PyArg_ParseTuple(pair, "OO", &one, &other)) return -1;
-  *first = Py_NewRef(one);
-  *second = Py_NewRef(other);
-  return 0;
-}
-
-static int set_bound(Walk *self, PyObject *bound) {
-  if (set_pair(bound, &self->halts, &self->claim)) return -1;
-  if (self->halts == NULL) return 0;
-  int is_claim = self->claim == Py_None || (PyTuple_CheckExact(self->claim) && PyTuple_Size(self->claim) == 3);
-  return PyList_CheckExact(self->halts) && is_claim ? 0 : refuse("bound");
-}
-
-static int set_by_size(Walk *self, PyObject *by_size) {
-  if (by_size == Py_None) return 0;
-  PyObject *walks, *sizes, *size_of;
-  if (!PyArg_ParseTuple(by_size, "O!O!O", &PyDict_Type, &walks, &PyTuple_Type, &sizes, &size_of)) return -1;
-  Py_ssize_t count = PyTuple_Size(sizes);
-  if (count > MOST_TENSORS) return refuse("by_size");
-  for (Py_ssize_t i = 0; i < count; i++) {
-    if (!PyArg_ParseTuple(PyTuple_GetItem(sizes, i), "iL", &self->size[i].kind, &self->size[i].number)) return -1;
-    int kind = self->size[i].kind;
-    long long most = kind == SLOT ? self->count : kind == TENSOR ? self->tensors : LLONG_MAX;
-    if (kind < SLOT || kind > CONSTANT || self->size[i].number < 0 || self->size[i].number >= most) {
-      return refuse("by_size");
-    }
-  }
-  self->sizes = (int)count;
-  self->by_size = Py_NewRef(walks);
-  self->size_of = Py_NewRef(size_of);
-  return 0;
-}
-
-static int set_names(Walk *self, PyTypeObject *type) {
-  static const char *const names[] = {"_current_level", "of_legacy", "place", "owner", "context", "claim"};
-  PyObject **own[] = {&self->level,      &self->of_legacy,    &self->place,
-                      &self->owner_name, &self->context_name, &self->claim_name};
-  for (size_t i = 0; i < sizeof own / sizeof *own; i++) {
-    *own[i] = PyUnicode_InternFromString(names[i]);
-    if (*own[i] == NULL) return -1;
-  }
-  PyObject *module = PyType_GetModule(type);
-  self->sender_type = module == NULL ? NULL : PyObject_GetAttrString(module, "Sender");
-  self->no_level = PyLong_FromLong(-1);
-  return self->sender_type == NULL || self->no_level == NULL ? -1 : 0;
+  self->guarded = self->check == Py_None ? NULL : guarded_by(self->check);
 }
 
 static PyObject *new_walk(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
-  static char *names[] = {"slots",  "tests",  "forms",   "data_ptr", "tensors", "senders", "writes", "failed",
-                          "result", "stream", "scratch", "bound",    "made",    "stream_slot", "by_size",
-                          "workspace_slot", NULL};
-  PyObject *tests, *modes, *levels, *check, *data_ptr, *tensors, *senders, *writes, *failed, *result;
-  PyObject *stream = Py_None, *scratch = Py_None, *bound = Py_None, *made = Py_None, *by_size = Py_None;
-  int slots, stream_slot = -1, workspace_slot = -1;
-  if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "iO!(OO!O)OO!O!O!OO|OOOOiOi", names, &slots, &PyTuple_Type, &tests,
-                                   &modes, &PyDict_Type, &levels, &check, &data_ptr, &PyTuple_Type, &tensors,
-                                   &PyDict_Type, &senders, &PyTuple_Type, &writes, &failed, &result, &stream, &scratch,
-                                   &bound, &made, &stream_slot, &by_size, &workspace_slot)) {
-    return NULL;
-  }
-  if (slots < 0 || slots > MOST_SLOTS || stream_slot >= slots || workspace_slot >= slots) {
-    refuse("slots");
-    return NULL;
-  }
-  allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
-  Walk *self = (Walk *)allocate(type, 0);
+  static char *names[] = {"slots",    "names",   "known",          "tests",   "tensors", "writes",  "forms",
+                          "data_ptr", "failed",  "senders",        "unfit",   "result",  "stream_slot",
+                          "workspace_slot",      "current",        "device",  "legacy",  "place_of", "make",
+                          "made_of",  "made_counts", "halts",      "claim",   "by_size", "sizes",   "size_of", NULL};
+  Walk *self = allocate(type);
   if (self == NULL) return NULL;
-  self->count = slots;
-  self->stream_slot = stream_slot;
-  self->workspace_slot = workspace_slot;
-  self->modes = Py_NewRef(modes);
-  self->levels = Py_NewRef(levels);
-  self->check = Py_NewRef(check);
-  self->guarded = check == Py_None ? NULL : guarded_by(check);
-  self->data_ptr = Py_NewRef(data_ptr);
-  self->senders = Py_NewRef(senders);
-  self->failed = Py_NewRef(failed);
-  int refused = set_names(self, type) || set_pair(stream, &self->current, &self->device) ||
-                set_pair(scratch, &self->legacy, &self->place_of) || set_bound(self, bound) ||
-                set_tests(self, tests) || set_tensors(self, tensors) || set_made(self, made) ||
-                set_by_size(self, by_size) || set_writes(self, writes) || set_result(self, result);
-  if (!refused && (self->current == NULL) != (self->halts != NULL)) refused = refuse("stream");
-  if (!refused && self->place_of != NULL && self->current == NULL) refused = refuse("scratch");
-  if (refused) {
-    Py_DECREF((PyObject *)self);
-    return NULL;
-  }
+  PyObject_GC_UnTrack(self);  // until it holds what it refers to
+  self->stream_slot = self->workspace_slot = -1;
+  int parsed = PyArg_ParseTupleAndKeywords(
+      arguments, keywords, "iO!O!SSO!(OO!O)OOO!OO|iiOOOOOO!pO!OO!SO", names, &self->count, &PyTuple_Type, &self->names,
+      &PyTuple_Type, &self->known, &self->test_rows, &self->tensor_rows, &PyTuple_Type, &self->writes, &self->modes,
+      &PyDict_Type, &self->levels, &self->check, &self->data_ptr, &self->failed, &PyDict_Type, &self->senders,
+      &self->unfit, &self->result, &self->stream_slot, &self->workspace_slot, &self->current, &self->device,
+      &self->legacy, &self->place_of, &self->make, &PyTuple_Type, &self->made_of, &self->made_counts, &PyList_Type,
+      &self->halts, &self->claim, &PyDict_Type, &self->by_size, &self->size_rows, &self->size_of);
+  if (hold_all((PyObject *)self, REFERENCES(Walk, names, size_of), parsed) == NULL) return NULL;
+  set_rows(self);
+  PyObject_GC_Track(self);
   return (PyObject *)self;
 }
 
+// What the buckets hold refers to nothing that could refer to the walk.
 static int visit_walk(PyObject *object, visitproc visit, void *arg) {
-  Walk *self = (Walk *)object;
-  for (int i = 0; i < BUCKETS; i++) {
-    Py_VISIT(self->buckets[i].key.place);
-    Py_VISIT(self->buckets[i].senders);
-  }
-  return visit_all(object, REFERENCES(Walk, tests_known, result), visit, arg);
+  return visit_all(object, REFERENCES(Walk, names, size_of), visit, arg);
 }
 
-static int clear_walk(PyObject *object) {
-  Walk *self = (Walk *)object;
-  clear_all(object, REFERENCES(Walk, tests_known, result));
-  for (int i = 0; i < BUCKETS; i++) {
-    Py_CLEAR(self->buckets[i].key.place);
-    Py_CLEAR(self->buckets[i].senders);
-  }
-  return 0;
-}
+static int clear_walk(PyObject *object) { return clear_all(object, REFERENCES(Walk, names, size_of)); }
 
 static void free_walk(PyObject *object) {
+  Walk *self = (Walk *)object;
   PyObject_GC_UnTrack(object);
-  clear_walk(object);
-  for (int i = 0; i < MOST_LAUNCHES; i++) PyMem_Free(((Walk *)object)->source[i]);
-  release(object);
+  for (int i = 0; i < BUCKETS; i++) {
+    Py_XDECREF(self->buckets[i].key.place);
+    Py_XDECREF(self->buckets[i].senders);
+  }
+  release(object, REFERENCES(Walk, names, size_of));
 }
 
 static PyType_Slot slots[] = {

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
+from struct import Struct
 from typing import Any
 
-_ABI = 4
+_ABI = 5
+# The attributes that it reads, and the rows of its tables, as its C declares them.
+NAMES = ("_current_level", "of_legacy", "place", "owner", "context", "claim")
+MAX_FIELDS = 64
+MAX_FACTORS = 8
+FIELD = Struct("@Ic3x")  # offset, code
+TEST = Struct("@iiPqq")  # kind, slot, what the argument is compared with, low, high
+ROW = Struct("@iiiQQ")  # slot, whether its address counts and is part of the key, mask, rest
+SIZE = Struct("@iq")  # kind, number
+SOURCE = Struct("@iiiq" + MAX_FACTORS * "id")  # kind, tensor, factors, offset, slot and constant of each factor
 
 
 @cache  # an import that fails is tried anew each time
@@ -16,3 +27,8 @@ def accelerator() -> Any | None:
     except ImportError:
         return None
     return module if module.ABI == _ABI else None
+
+
+def packed(row: Struct, rows: Iterable[Iterable[Any]]) -> bytes:
+    """The rows of a table as the accelerator reads them."""
+    return b"".join([row.pack(*values) for values in rows])

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
 from ..errors import CubinRuntimeError
-from .accelerator import accelerator
+from .accelerator import FIELD, MAX_FIELDS, accelerator, packed
 from .prepared import ParameterBlock, PreparedLaunch, PreparedLaunches
 
 Sends = tuple[Callable[..., int], ...]  # of the launches in order: the written values to the driver's answer
@@ -95,9 +95,13 @@ def senders_of(prepared: PreparedLaunches, written: Collection[int]) -> Senders:
 
 def _can_accelerate(launches: Sequence[PreparedLaunch], written: frozenset[int]) -> bool:
     """Return whether the accelerator can write what is written at each call, which descriptors are not."""
-    inputs = (item for launch in launches for item in launch.inputs if item.value in written)
+    inputs = [[item for item in launch.inputs if item.value in written] for launch in launches]
     sizes = (launch.plan.layout.size for launch in launches)
-    return all(item.code for item in inputs) and max(sizes) <= _MAX_BYTES
+    return (
+        all(item.code for items in inputs for item in items)
+        and max(sizes) <= _MAX_BYTES
+        and max(map(len, inputs)) <= MAX_FIELDS
+    )
 
 
 def in_c(module: Any, prepared: PreparedLaunches, written: frozenset[int]) -> Maker:
@@ -105,18 +109,20 @@ def in_c(module: Any, prepared: PreparedLaunches, written: frozenset[int]) -> Ma
     address, history = ctypes.cast(prepared.call, ctypes.c_void_p).value, prepared.history
 
     def make(launch: PreparedLaunch, stream: int, contents: Mapping[str, object]) -> Callable[..., int]:
-        config = launch.config_on(stream)
+        config, parameters = launch.config_on(stream), launch.plan.layout.pack(contents)
+        fields = [(item.field.offset, item.code.encode()) for item in launch.inputs if item.value in written]
         sender = module.Sender(
             call=address,
             config=ctypes.addressof(config),
             function=launch.function,
-            parameters=launch.plan.layout.pack(contents),
-            fields=tuple((item.field.offset, item.code) for item in launch.inputs if item.value in written),
+            parameters=parameters,
+            fields=packed(FIELD, fields),
             launch=launch,
             stream=stream,
             record=history.record,
             tick=history.tick,
             kept=config,
+            **({} if fields else {"entry": (launch, parameters, stream)}),
         )
         return sender.send  # type: ignore[no-any-return]
 

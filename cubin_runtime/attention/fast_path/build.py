@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _ALIGNED, _PLACED = 15, 255  # bits of an address that count: of a tensor, of memory that regions are placed in
 _MOST = (1 << 63) - 1
-_NUMBERS = (str, int, float)
+_PLAIN = (bool, str, int, float)
 _WORKSPACES = (Workspace, SemaphoreWorkspace)
 
 
@@ -164,9 +164,7 @@ class PathBuilder:
         return type(self.tensors[0][1].tensor) is TensorView
 
     def _single(self, slot: int, name: str, value: Any) -> None:
-        if value is None or type(value) is bool or is_immutable(value):
-            self.tests.append(ArgumentTest(Kind.IDENTICAL, slot, value))
-        elif type(value) in _NUMBERS:
+        if value is None or type(value) in _PLAIN or is_immutable(value):
             self.tests.append(ArgumentTest(Kind.EQUAL, slot, value))
         elif isinstance(value, Runtime):
             # It is the one that keeps the path, which would be a reference cycle with it.

@@ -221,7 +221,7 @@ def new_paths(binding: Binding, otherwise: Callable[..., Any] | None = None) -> 
         first=binding.first,
         by_position=binding.by_position,
         miss=MISS,
-        otherwise=otherwise,
+        **({} if otherwise is None else {"otherwise": otherwise}),
     )
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Hashable, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ...errors import CubinRuntimeError, WorkspaceError
-from ...launch.accelerator import accelerator
+from ...launch.accelerator import MAX_FACTORS, NAMES, ROW, SIZE, SOURCE, TEST, accelerator, packed
 from ...launch.prepared import OtherContextError, PreparedLaunches
-from ...launch.senders import Senders, senders_of
+from ...launch.senders import NOT_WRITTEN, Senders, senders_of
 from ...launch.streams import stream_handle
 from .notes import Launched, Scratch
 from .table import (
@@ -320,31 +321,47 @@ def accelerated_walk(
         (keyed, module.MOST_KEYED),
         (len(writes), module.MOST_LAUNCHES),
         (0 if by_size is None else len(by_size[1]), module.MOST_TENSORS),
-        (max((len(source.factors) for source in products), default=0), module.MOST_FACTORS),
+        (max((len(source.factors) for source in products), default=0), MAX_FACTORS),
     )
     if any(count > most for count, most in limits):
         return None
-    bound = None
-    if isinstance(place, BoundPlace):
-        bound = place.halts, place.claim and (place.claim.buffer, place.claim.owner, place.claim.same_stream)
+    values = [(test.expected, test.low) if test.kind == Kind.WORKSPACE else test.expected for test in table.tests]
+    tests = [_test(test, value) for test, value in zip(table.tests, values, strict=True)]
+    tensors = [(row.slot, row.address_of is not None, row.keyed, row.mask, row.rest) for row in table.tensors]
     return module.Walk(
         slots=arguments,
-        tests=tuple(_test(test) for test in table.tests),
+        names=NAMES,
+        known=tuple(values),
+        tests=packed(TEST, tests),
+        tensors=packed(ROW, tensors),
+        writes=tuple(packed(SOURCE, [_write(table.values[number]) for number in places]) for places in writes),
         forms=forms,
         data_ptr=sys.modules["torch"].Tensor.data_ptr if table.tensors else None,
-        tensors=tuple((row.slot, row.address_of is not None, row.keyed, row.mask, row.rest) for row in table.tensors),
-        senders={} if senders is None else senders.by_key,
-        writes=tuple(tuple(_write(table.values[number]) for number in places) for places in writes),
         failed=None if prepared is None else prepared.failed,
-        by_size=None if by_size is None else (by_size[0], tuple(by_size[1]), sys.modules["torch"].Tensor.size),
+        unfit=NOT_WRITTEN,
+        senders={} if senders is None else senders.by_key,
         result=table.result,
-        stream=(place.query, place.device) if isinstance(place, PlaceFinder) else None,
-        scratch=(place.scratch.legacy, place.place_of) if place.scratch is not None and place.place_of else None,
-        bound=bound,
-        made=next((_made(row) for row in table.makes), None),
         stream_slot=-1 if place.stream_slot is None else place.stream_slot,
         workspace_slot=-1 if place.workspace_slot is None else place.workspace_slot,
+        **_place_options(place),
+        **{name: value for row in table.makes for name, value in _made(row).items()},
+        **({} if by_size is None else _size_options(*by_size)),
     )
+
+
+def _place_options(place: PlaceFinder | BoundPlace) -> dict[str, Any]:
+    """The options that say where the walk finds the stream and the scratch, or what it asks before a bound step."""
+    if isinstance(place, BoundPlace):
+        claim = place.claim and (place.claim.buffer, place.claim.owner, place.claim.same_stream)
+        return {"halts": place.halts, "claim": claim}
+    stream = {"current": place.query, "device": place.device}
+    if place.scratch is None or place.place_of is None:
+        return stream
+    return {**stream, "legacy": place.scratch.legacy, "place_of": place.place_of}
+
+
+def _size_options(walks: dict[tuple[int, ...], Any], sizes: Sequence[Size]) -> dict[str, Any]:
+    return {"by_size": walks, "sizes": packed(SIZE, sizes), "size_of": sys.modules["torch"].Tensor.size}
 
 
 def _is_simple(table: CallTable, place: PlaceFinder | BoundPlace) -> bool:
@@ -354,21 +371,22 @@ def _is_simple(table: CallTable, place: PlaceFinder | BoundPlace) -> bool:
     return isinstance(place, BoundPlace) or place.query is not None
 
 
-def _test(test: ArgumentTest) -> tuple[Any, ...]:
-    if test.kind == Kind.WORKSPACE:
-        return test.kind, test.slot, (test.expected, test.low), 0, 0
-    return test.kind, test.slot, test.expected, test.low, test.high
+def _test(test: ArgumentTest, value: object) -> tuple[int, ...]:
+    """The row of a test; the walk holds the ``value`` that arguments are compared with, whose address it has."""
+    low, high = (0, 0) if test.kind == Kind.WORKSPACE else (test.low, test.high)
+    return test.kind, test.slot, id(value), low, high
 
 
-def _made(row: Made) -> tuple[Any, ...]:
-    return row.make, row.tensors, row.address_of is not None
+def _made(row: Made) -> dict[str, Any]:
+    return {"make": row.make, "made_of": row.tensors, "made_counts": row.address_of is not None}
 
 
-def _write(source: Source) -> tuple[int, int, int, tuple[int | float, ...]]:
-    if type(source) is Address:
-        return 0, source.tensor, source.offset, ()
-    assert type(source) is Product
-    return 1, 0, 0, source.factors
+def _write(source: Source) -> tuple[int | float, ...]:
+    factors = source.factors if type(source) is Product else ()
+    pairs = [(factor, 0.0) if type(factor) is int else (-1, factor) for factor in factors]
+    pairs += [(-1, 0.0)] * (MAX_FACTORS - len(pairs))
+    tensor, offset = source if type(source) is Address else (0, 0)
+    return int(type(source) is Product), tensor, len(factors), offset, *chain.from_iterable(pairs)
 
 
 def record_use(stream: int, device: int, tensors: Sequence[Any]) -> None:

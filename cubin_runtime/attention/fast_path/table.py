@@ -21,13 +21,12 @@ from .guards import KnownForms
 class Kind(IntEnum):
     """A condition on an argument."""
 
-    IDENTICAL = 0  # it is `expected`
-    EQUAL = 1  # of the type of `expected`, and equal to it
-    OF_TYPE = 2  # of the type `expected`
-    INTEGER = 3  # an int from `low` to `high`
-    SCALE = 4  # a float other than 0 that float32 can hold
-    SEQUENCE = 5  # of the type `expected`, with `low` elements, which become slots
-    WORKSPACE = 6  # of the type `expected`, in the context `low`; None: in any
+    EQUAL = 0  # it is `expected`, or of its type and equal to it
+    OF_TYPE = 1  # of the type `expected`
+    INTEGER = 2  # an int from `low` to `high`
+    SCALE = 3  # a float other than 0 that float32 can hold
+    SEQUENCE = 4  # of the type `expected`, with `low` elements, which become slots
+    WORKSPACE = 5  # of the type `expected`, in the context `low`; None: in any
 
 
 class ArgumentTest(NamedTuple):
@@ -62,7 +61,6 @@ def _unpacks(test: ArgumentTest, value: Any, slots: list[Any]) -> bool:
 
 
 _HOLDS: tuple[Callable[[ArgumentTest, Any, list[Any]], bool], ...] = (
-    lambda test, value, _: value is test.expected,
     lambda test, value, _: value is test.expected or _is_equal(test.expected, value),
     lambda test, value, _: type(value) is test.expected,
     lambda test, value, _: type(value) is int and test.low <= value <= test.high,
@@ -77,7 +75,7 @@ def all_hold(tests: Sequence[ArgumentTest]) -> Callable[[list[Any]], bool]:
 
     Options that are as they were are most of them: those are compared at once, by type, then by value.
     """
-    at_once = [test.kind <= Kind.EQUAL and repr(test.expected) not in ("0.0", "-0.0") for test in tests]
+    at_once = [test.kind == Kind.EQUAL and repr(test.expected) not in ("0.0", "-0.0") for test in tests]
     fixed = [test for test, is_fixed in zip(tests, at_once, strict=True) if is_fixed]
     rest = [test for test, is_fixed in zip(tests, at_once, strict=True) if not is_fixed]
     slots, expected = [test.slot for test in fixed], tuple(test.expected for test in fixed)
