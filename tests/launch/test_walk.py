@@ -6,13 +6,14 @@ import gc
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from cubin_runtime.attention.fast_path.operator_function import Binding, Paths, add_path, new_paths
-from cubin_runtime.attention.fast_path.path import MISS
-from cubin_runtime.attention.fast_path.table import ArgumentTest, Kind
+from cubin_runtime.attention.fast_path.path import MISS, BoundPlace, accelerated_walk
+from cubin_runtime.attention.fast_path.table import Address, ArgumentTest, CallTable, Kind, Made, Product, TensorRow
 from cubin_runtime.launch import accelerator
 from cubin_runtime.launch.driver import Driver, DriverCallError
 from cubin_runtime.launch.modules import KernelRequest, ModuleCache
@@ -402,6 +403,51 @@ def test_errors_of_what_it_calls_come_out(prepare: Prepare, around: Surroundings
     own = Sender(prepare(), around, {0: address(0)}, slots=1, **{part: parts[part]})
     with pytest.raises(ZeroDivisionError):
         own.call(16)
+
+
+def walk_of(**changes: Any) -> Any:
+    """The walk of a table of two arguments and one tensor, with some of it changed."""
+    rows = {
+        "tests": (ArgumentTest(Kind.INTEGER, 1, None, 0, 9),),
+        "tensors": (TensorRow(0, int),),
+        "values": (Address(0, 0), Product((1, 0.5))),
+        "makes": (),
+        "result": None,
+    }
+    forms: Any = SimpleNamespace(accelerated=(lambda: 0, (), lambda *_: True))
+    return accelerated_walk(CallTable(forms=forms, compared=(), **{**rows, **changes}), 2, BoundPlace(0, None, []))
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"tests": (ArgumentTest(Kind.SCALE, 2),)}, "slot 2 of 2"),
+        ({"tests": (ArgumentTest(Kind.SCALE, -1),)}, "slot -1 of 2"),
+        ({"tests": (ArgumentTest(Kind.SEQUENCE, 1, list, 2), ArgumentTest(Kind.SCALE, 4))}, "slot 4 of 4"),
+        ({"tensors": (TensorRow(2, int),)}, "slot 2 of 2"),
+        ({"values": (Address(1, 0),)}, "tensor 1 of 1"),
+        ({"values": (Address(-1, 0),)}, "tensor -1 of 1"),
+        ({"values": (Product((0.5, 2)),)}, "slot 2 of 2"),
+        ({"makes": (Made(int, (2,), None),)}, "tensor 2 of 2"),
+        ({"result": 2}, "slot 2 of 2"),
+        ({"result": (0, -1)}, "slot -1 of 2"),
+    ],
+)
+def test_walks_that_would_read_elsewhere_cannot_be_made(change: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=f"a table of calls names {named}"):
+        walk_of(**change)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tests": (ArgumentTest(Kind.SEQUENCE, 1, list, 96),)},
+        {"tensors": (TensorRow(0, int),) * 33},
+        {"values": (Product((1,) * 9),)},
+    ],
+)
+def test_tables_that_are_too_large_are_walked_in_python(change: dict[str, Any]) -> None:
+    assert walk_of(**change) is None
 
 
 @pytest.mark.parametrize("accelerated", [False, True])

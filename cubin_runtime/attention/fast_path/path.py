@@ -315,9 +315,11 @@ def accelerated_walk(
     writes = () if senders is None else senders.written
     keyed = sum(row.keyed for row in table.tensors)
     products = (source for source in table.values if type(source) is Product)
+    slots = arguments + sum([test.low for test in table.tests if test.kind == Kind.SEQUENCE]) + len(table.makes)
+    tensor_count = len(table.tensors) + len(table.makes)
     limits = (
-        (arguments, module.MOST_SLOTS),
-        (len(table.tensors), module.MOST_TENSORS),
+        (slots, module.MOST_SLOTS),
+        (tensor_count, module.MOST_TENSORS),
         (keyed, module.MOST_KEYED),
         (len(writes), module.MOST_LAUNCHES),
         (0 if by_size is None else len(by_size[1]), module.MOST_TENSORS),
@@ -325,6 +327,7 @@ def accelerated_walk(
     )
     if any(count > most for count, most in limits):
         return None
+    _check_numbers(table, place, slots, tensor_count)
     values = [(test.expected, test.low) if test.kind == Kind.WORKSPACE else test.expected for test in table.tests]
     tests = [_test(test, value) for test, value in zip(table.tests, values, strict=True)]
     tensors = [(row.slot, row.address_of is not None, row.keyed, row.mask, row.rest) for row in table.tensors]
@@ -369,6 +372,27 @@ def _is_simple(table: CallTable, place: PlaceFinder | BoundPlace) -> bool:
     if table.compared or len(table.makes) > 1:
         return False
     return isinstance(place, BoundPlace) or place.query is not None
+
+
+def _check_numbers(table: CallTable, place: PlaceFinder | BoundPlace, slots: int, tensors: int) -> None:
+    """Check that a table names slots and tensors that there are: the accelerator reads them unchecked.
+
+    Raises:
+        ValueError: it names others.
+    """
+    result = table.result if type(table.result) is tuple else (table.result,)
+    named = [test.slot for test in table.tests] + [row.slot for row in table.tensors]
+    named += [slot for slot in (*result, place.stream_slot, place.workspace_slot) if slot is not None]
+    read = [number for row in table.makes for number in row.tensors]
+    for source in table.values:
+        if type(source) is Address:
+            read.append(source.tensor)
+        elif type(source) is Product:
+            named += [factor for factor in source.factors if type(factor) is int]
+    for what, numbers, count in (("slot", named, slots), ("tensor", read, tensors)):
+        for number in numbers:
+            if not 0 <= number < count:
+                raise ValueError(f"a table of calls names {what} {number} of {count}")
 
 
 def _test(test: ArgumentTest, value: object) -> tuple[int, ...]:
