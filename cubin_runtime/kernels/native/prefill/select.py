@@ -97,11 +97,6 @@ class ContextShape:
         size = math.prod(self.copy) * self.kv_heads * columns * BY_SHORT[self.dtype].nbytes
         return size if size <= _CONVERSION_BYTES else 0
 
-    @property
-    def tile_us(self) -> float:
-        """Microseconds that a CTA takes for a key tile."""
-        return (_TILE_US if self.kv_dtype == self.dtype else _E4M3_TILE_US)[self.head_dim]
-
     def section_packs(self, multiprocessors: int, rows: int) -> int:
         """Packs whose work tiles, of ``rows`` rows, are interleaved; sections are about equal."""
         token_bytes = BY_SHORT[self.kv_dtype].nbytes * (self.head_dim + VALUE_DIMS[self.head_dim])
@@ -126,7 +121,8 @@ class ContextSelection(Selection):
         order = f"longest request first; {self.section_packs} of {shape.head_packs} head packs interleaved"
         key_tiles = self.key_tiles(shape)
         work = f"about {key_tiles:.0f} key tiles for each CTA, if causal and of equal lengths"
-        predicted = f"{self.predicted_us(shape):.1f} us on an H200: {_FIXED_US} + {key_tiles:.1f} x {shape.tile_us}"
+        parts = f"{_FIXED_US} + {key_tiles:.1f} x {self.tile_us(shape)}"
+        predicted = f"{self.predicted_us(shape):.1f} us on an H200: {parts}"
         return ("row tiles", tiles), ("order", order), ("work", work), ("predicted", predicted)
 
     def key_tiles(self, shape: ContextShape) -> float:
@@ -143,7 +139,12 @@ class ContextSelection(Selection):
 
     def predicted_us(self, shape: ContextShape) -> float:
         """Microseconds of such a batch."""
-        return _FIXED_US + shape.tile_us * self.key_tiles(shape)
+        return _FIXED_US + self.tile_us(shape) * self.key_tiles(shape)
+
+    def tile_us(self, shape: ContextShape) -> float:
+        """Microseconds that a CTA takes for a key tile; the kernel may read a 16-bit copy of the cache."""
+        traits = self.kernel.traits
+        return (_TILE_US if traits["kv_dtype"] == traits["dtype"] else _E4M3_TILE_US)[shape.head_dim]
 
 
 def select_context_attention(
@@ -224,9 +225,8 @@ def select_context_launches(
     if not shape.copy_bytes:
         return (direct,)
     kernel, candidates = only_kernel(kernels, CONVERSION, {"dtype": shape.dtype}, device)
-    over_copy = replace(shape, kv_dtype=shape.dtype)
-    attention = select_context_attention(kernels, over_copy, device)
-    times = direct.predicted_us(shape), attention.predicted_us(over_copy)
+    attention = select_context_attention(kernels, replace(shape, kv_dtype=shape.dtype), device)
+    times = direct.predicted_us(shape), attention.predicted_us(shape)
     conversion = ConversionSelection(
         kernel=kernel,
         ctas=0,
