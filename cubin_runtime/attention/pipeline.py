@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ..errors import UsageError
 from ..launch.driver import DeviceFacts
 from ..launch.streams import stream_handle
-from ..launch.workspace import AnyWorkspace, SemaphoreWorkspace, check_workspace, workspace_size
+from ..launch.workspace import AnyWorkspace, SemaphoreWorkspace, check_workspace, scratch_sizes
 from ..tensor import is_torch, view_of
 from ..values import dataclass
 from .backends import check_device_facts, resolve_backend
@@ -235,8 +235,7 @@ def _stream_of(runtime: PlanRuntime, stream: Stream | None, first: Any, name: st
 def _scratch_of_torch(plan: StepPlan, device: int) -> SemaphoreWorkspace:
     """Memory for one run of a plan, zeroed where it must be; torch frees it in stream order, behind the run."""
     tensors, parts = list[Any](), list[tuple[int, int]]()
-    for zeroed in (True, False):
-        size = workspace_size([region for region in plan.regions if region.zeroed == zeroed])
+    for zeroed, size in zip((True, False), scratch_sizes(plan.regions), strict=True):
         tensor = torch_bytes(size, device, zeroed=zeroed) if size else None
         tensors.append(tensor)
         parts.append((0 if tensor is None else tensor.data_ptr(), size))
@@ -248,8 +247,7 @@ def _with_lent_scratch(
     runtime: PlanRuntime, plan: StepPlan, workspace: SemaphoreWorkspace | None, like: Any
 ) -> SemaphoreWorkspace:
     """Scratch for one run from the framework of the tensor ``like``, beside a workspace's semaphores, or new ones."""
-    kinds = ([region for region in plan.regions if region.zeroed == zeroed] for zeroed in (True, False))
-    zeroed, other = map(workspace_size, kinds)
+    zeroed, other = scratch_sizes(plan.regions)
     scratch = runtime.memory.empty(like, (other,), "uint8")
     place = view_of(scratch, "workspace").pointer, other
     if workspace is not None:

@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 
 from ..attention.operator_plan import OperatorPlan
 from ..attention.runtime import Runtime, default_runtime
-from ..launch.workspace import SemaphoreWorkspace, Workspace, workspace_size
+from ..launch.workspace import SemaphoreWorkspace, Workspace, scratch_sizes
 
 
 class Limits(NamedTuple):
@@ -47,9 +47,7 @@ class SharedScratch:
         """
         sizes = self._sizes
         for plan in plans:
-            kept = [region for region in plan.regions if not region.lent]
-            kinds = ([region for region in kept if region.zeroed == zeroed] for zeroed in (True, False))
-            zeroed, other = map(workspace_size, kinds)
+            zeroed, other = scratch_sizes([region for region in plan.regions if not region.lent])
             sizes = max(sizes[0], zeroed), max(sizes[1], other)
         self._limits = limits
         if sizes != self._sizes or self._workspaces.keys() != {*self._streams}:

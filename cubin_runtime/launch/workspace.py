@@ -55,6 +55,21 @@ def workspace_size(regions: Sequence[Region]) -> int:
     return end + max(0, slack)
 
 
+def scratch_sizes(regions: Sequence[Region]) -> tuple[int, int]:
+    """Bytes of the regions that must be zero and of the others: the two parts of a ``SemaphoreWorkspace``.
+
+    Raises:
+        UsageError: as ``workspace_size``.
+    """
+    zeroed, others = parted(regions)
+    return workspace_size(zeroed), workspace_size(others)
+
+
+def parted(regions: Sequence[Region]) -> tuple[list[Region], list[Region]]:
+    """The regions that must be zero, and the others."""
+    return [region for region in regions if region.zeroed], [region for region in regions if not region.zeroed]
+
+
 def place_regions(what: str, address: int, nbytes: int, needed: Sequence[Region]) -> dict[str, int]:
     """The address of each region, one after another from ``address``, each aligned as it asks.
 
@@ -406,8 +421,7 @@ class SemaphoreWorkspace:
         Raises:
             WorkspaceError: a buffer is too small; the message names it and the bytes needed.
         """
-        zeroed = [region for region in needed if region.zeroed]
-        others = [region for region in needed if not region.zeroed]
+        zeroed, others = parted(needed)
         return place_regions("semaphores", *self.semaphores, zeroed) | place_regions("scratch", *self.scratch, others)
 
     def claim(self, stream: Stream | None) -> tuple[Place, Place]:
