@@ -113,7 +113,6 @@ def _attend(
     except WorkspaceError:
         if tensors[1].dtype != E4M3:
             raise
-        attend(
-            workspace=TORCH_SCRATCH
-        )  # the 16-bit copy of a cache is larger than the workspace that FlashInfer asks for
+        # The 16-bit copy of a cache is larger than the workspace that FlashInfer asks for.
+        attend(workspace=TORCH_SCRATCH)
     return (output.tensor, lse) if call.return_lse else output.tensor

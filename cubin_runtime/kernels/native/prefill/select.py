@@ -194,8 +194,7 @@ class ConversionSelection(Selection):
 
     def grid(self, shape: ContextShape) -> tuple[int, int, int]:
         """Heads of keys and of values, tokens, and requests."""
-        requests, tokens = shape.copy
-        return 2 * shape.kv_heads, -(-tokens // int(self.kernel.traits["cta_tokens"])), requests
+        return _conversion_grid(self.kernel, shape)
 
     def facts(self, shape: ContextShape) -> Facts:
         """The size of the copy and the time."""
@@ -206,6 +205,11 @@ class ConversionSelection(Selection):
     def predicted_us(self, shape: ContextShape) -> float:
         """Microseconds of a cache that is as full as it may be; half as many bytes are read as written."""
         return _CONVERSION_US + 1.5 * shape.copy_bytes / _CONVERSION_BYTES_US
+
+
+def _conversion_grid(kernel: NativeKernel, shape: ContextShape) -> tuple[int, int, int]:
+    requests, tokens = shape.copy
+    return 2 * shape.kv_heads, -(-tokens // int(kernel.traits["cta_tokens"])), requests
 
 
 ContextSelections = tuple[ContextSelection] | tuple[ConversionSelection, ContextSelection]
@@ -226,20 +230,20 @@ def select_context_launches(
         return (direct,)
     kernel, candidates = only_kernel(kernels, CONVERSION, {"dtype": shape.dtype}, device)
     attention = select_context_attention(kernels, replace(shape, kv_dtype=shape.dtype), device)
-    times = direct.predicted_us(shape), attention.predicted_us(shape)
+    direct_us, over_copy_us = direct.predicted_us(shape), attention.predicted_us(shape)
     conversion = ConversionSelection(
         kernel=kernel,
-        ctas=0,
+        ctas=math.prod(_conversion_grid(kernel, shape)),
         row_tiles=1,
         splits=0,
         explain=lambda: (
-            f"attention over 16 bits is predicted to take {times[1]:.1f} us, over e4m3 {times[0]:.1f} us",
+            f"attention over 16 bits is predicted to take {over_copy_us:.1f} us, over e4m3 {direct_us:.1f} us",
             candidates,
         ),
     )
-    if times[0] <= conversion.predicted_us(shape) + times[1]:
+    if direct_us <= conversion.predicted_us(shape) + over_copy_us:
         return (direct,)
-    return replace(conversion, ctas=math.prod(conversion.grid(shape))), attention
+    return conversion, attention
 
 
 @lru_cache(maxsize=256)  # calls of any size have the same
