@@ -39,29 +39,27 @@ def listed_layers(layer_class: Any) -> Iterator[dict[str, float]]:
 
     A relative error is that of the norm over all heads of a token.
     """
-    inner: Callable[..., Any] = layer_class.attend
     counted: dict[str, float] = dict(NOTHING)
+    with _replaced(layer_class, "attend", _counting(layer_class.attend, counted)):
+        yield counted
+
+
+def _counting(inner: Callable[..., Any], counted: dict[str, float]) -> Callable[..., Any]:
+    """A layer's method ``inner`` whose calls are counted."""
 
     def attend(own: Any, q: Any, kv_cache: Any, indices: Any, *given: Any) -> Any:
         out = inner(own, q, kv_cache, indices, *given)
         count(counted, q, kv_cache, indices, own.scale, out)
         return out
 
-    with _replaced(layer_class, "attend", attend):
-        yield counted
+    return attend
 
 
 @contextmanager
 def flash_mla_layers(layer_class: Any) -> Iterator[dict[str, float]]:
     """Count the same of layers of vLLM's FlashMLA, by the methods that call its kernels for the two kinds of cache."""
-    of_rows: Callable[..., Any] = layer_class._bf16_flash_mla_kernel
     of_bytes: Callable[..., Any] = layer_class._fp8_flash_mla_kernel
     counted: dict[str, float] = dict(NOTHING)
-
-    def rows(own: Any, q: Any, kv_cache: Any, indices: Any, *given: Any) -> Any:
-        out = of_rows(own, q, kv_cache, indices, *given)
-        count(counted, q, kv_cache, indices, own.scale, out)
-        return out
 
     def packed(own: Any, *, q: Any, kv_c_and_k_pe_cache: Any, topk_indices: Any, **named: Any) -> Any:
         out, lse = of_bytes(own, q=q, kv_c_and_k_pe_cache=kv_c_and_k_pe_cache, topk_indices=topk_indices, **named)
@@ -70,7 +68,7 @@ def flash_mla_layers(layer_class: Any) -> Iterator[dict[str, float]]:
         return out, lse
 
     with (
-        _replaced(layer_class, "_bf16_flash_mla_kernel", rows),
+        _replaced(layer_class, "_bf16_flash_mla_kernel", _counting(layer_class._bf16_flash_mla_kernel, counted)),
         _replaced(layer_class, "_fp8_flash_mla_kernel", packed),
     ):
         yield counted
