@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from cubin_runtime.attention.fast_path.operator_function import Binding, Paths, add_path, new_paths
-from cubin_runtime.attention.fast_path.path import MISS, BoundPlace, accelerated_walk
+from cubin_runtime.attention.fast_path.path import MISS, SLOT, TENSOR, BoundPlace, Size, accelerated_walk
 from cubin_runtime.attention.fast_path.table import Address, ArgumentTest, CallTable, Kind, Made, Product, TensorRow
 from cubin_runtime.launch import accelerator
 from cubin_runtime.launch.driver import Driver, DriverCallError
@@ -405,8 +405,8 @@ def test_errors_of_what_it_calls_come_out(prepare: Prepare, around: Surroundings
         own.call(16)
 
 
-def walk_of(**changes: Any) -> Any:
-    """The walk of a table of two arguments and one tensor, with some of it changed."""
+def walk_of(sizes: Sequence[Size] | None = None, **changes: Any) -> Any:
+    """The walk of a table of two arguments and one tensor, with some of it changed, or the one that goes by sizes."""
     rows = {
         "tests": (ArgumentTest(Kind.INTEGER, 1, None, 0, 9),),
         "tensors": (TensorRow(0, int),),
@@ -415,7 +415,8 @@ def walk_of(**changes: Any) -> Any:
         "result": None,
     }
     forms: Any = SimpleNamespace(accelerated=(lambda: 0, (), lambda *_: True))
-    return accelerated_walk(CallTable(forms=forms, compared=(), **{**rows, **changes}), 2, BoundPlace(0, None, []))
+    table = CallTable(forms=forms, compared=(), **{**rows, **changes})
+    return accelerated_walk(table, 2, BoundPlace(0, None, []), by_size=None if sizes is None else ({}, sizes))
 
 
 @pytest.mark.parametrize(
@@ -431,6 +432,8 @@ def walk_of(**changes: Any) -> Any:
         ({"makes": (Made(int, (2,), None),)}, "tensor 2 of 2"),
         ({"result": 2}, "slot 2 of 2"),
         ({"result": (0, -1)}, "slot -1 of 2"),
+        ({"sizes": (Size(SLOT, 2),)}, "slot 2 of 2"),
+        ({"sizes": (Size(TENSOR, 1),)}, "tensor 1 of 1"),
     ],
 )
 def test_walks_that_would_read_elsewhere_cannot_be_made(change: dict[str, Any], named: str) -> None:

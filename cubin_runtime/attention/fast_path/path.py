@@ -327,7 +327,7 @@ def accelerated_walk(
     )
     if any(count > most for count, most in limits):
         return None
-    _check_numbers(table, place, slots, tensor_count)
+    _check_numbers(table, place, () if by_size is None else by_size[1], slots, tensor_count)
     values = [(test.expected, test.low) if test.kind == Kind.WORKSPACE else test.expected for test in table.tests]
     tests = [_test(test, value) for test, value in zip(table.tests, values, strict=True)]
     tensors = [(row.slot, row.address_of is not None, row.keyed, row.mask, row.rest) for row in table.tensors]
@@ -374,8 +374,11 @@ def _is_simple(table: CallTable, place: PlaceFinder | BoundPlace) -> bool:
     return isinstance(place, BoundPlace) or place.query is not None
 
 
-def _check_numbers(table: CallTable, place: PlaceFinder | BoundPlace, slots: int, tensors: int) -> None:
-    """Check that a table names slots and tensors that there are: the accelerator reads them unchecked.
+def _check_numbers(
+    table: CallTable, place: PlaceFinder | BoundPlace, sizes: Sequence[Size], slots: int, tensors: int
+) -> None:
+    """Check that a table and the sizes of its calls name slots and tensors that there are: the accelerator reads them
+    unchecked.
 
     Raises:
         ValueError: it names others.
@@ -383,7 +386,9 @@ def _check_numbers(table: CallTable, place: PlaceFinder | BoundPlace, slots: int
     result = table.result if type(table.result) is tuple else (table.result,)
     named = [test.slot for test in table.tests] + [row.slot for row in table.tensors]
     named += [slot for slot in (*result, place.stream_slot, place.workspace_slot) if slot is not None]
+    named += [size.number for size in sizes if size.kind == SLOT]
     read = [number for row in table.makes for number in row.tensors]
+    read += [size.number for size in sizes if size.kind == TENSOR]
     for source in table.values:
         if type(source) is Address:
             read.append(source.tensor)
