@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import product
 
-from cubin_runtime.kernels.native.constants import CONSTANTS, MERGE_TYPES
+from cubin_runtime.kernels.native.constants import MERGE_TYPES
 from cubin_runtime.kernels.native.mla.select import COLUMNS as MLA_COLUMNS
 from cubin_runtime.kernels.native.mla.select import SEPARATE_COLUMNS as MLA_SEPARATE_COLUMNS
 from cubin_runtime.kernels.native.prefill.select import SEGMENT_HEAD_DIMS
@@ -430,20 +430,26 @@ def _mla_variants(columns: tuple[int, int]) -> Iterator[Variant]:
 _SPARSE_MLA_SPLIT_TILES = 8
 # Rows of the cache -> columns behind the latent ones.
 _SPARSE_MLA_ROPE = {"scaled_e4m3": 64, "bf16": 64, "bf16_nope": 0}
-# Rows of the cache and query rows of a tile -> pipeline stages: of half a tile in clusters, of 16 keys in CTA groups.
-_CLUSTERED_SPARSE_MLA_STAGES = {("scaled_e4m3", 16): 8, ("scaled_e4m3", 32): 7, ("bf16", 16): 5, ("bf16_nope", 16): 5}
-_GROUPED_SPARSE_MLA_STAGES = {("scaled_e4m3", 64): 11}
+# Rows of the cache and query rows of a tile -> stages of the pipeline and the most CTAs of a cluster; 0: CTA groups. A
+# stage has half of a tile in clusters, 16 keys in CTA groups.
+_SPARSE_MLA_FORMS = {
+    ("scaled_e4m3", 16): (8, 16),
+    ("scaled_e4m3", 32): (7, 8),
+    ("scaled_e4m3", 64): (11, 0),
+    ("bf16", 16): (5, 16),
+    ("bf16_nope", 16): (5, 16),
+}
 
 
 def _sparse_mla_decode(cache_rows: str, rows: int) -> Variant:
     """``cache_rows``: how a row of the cache lies in memory, see ``kernels.native.sparse_mla.select``."""
-    clustered = (cache_rows, rows) in _CLUSTERED_SPARSE_MLA_STAGES
-    stages = (_CLUSTERED_SPARSE_MLA_STAGES if clustered else _GROUPED_SPARSE_MLA_STAGES)[cache_rows, rows]
+    stages, max_cluster = _SPARSE_MLA_FORMS[cache_rows, rows]
     scaled = cache_rows == "scaled_e4m3"
     # Parts of a list that a CTA keeps apart: there are registers for two of 16 rows.
     cta_parts = 2 if scaled and rows == 16 else 1
+    clustered = {"CTA_PARTS": cta_parts, "MAX_CLUSTER": max_cluster}
     return Variant(
-        source=f"mla/{'' if clustered else 'scaled_'}sparse_mla_decode.cu",
+        source=f"mla/{'' if max_cluster else 'scaled_'}sparse_mla_decode.cu",
         symbol=f"sparse_mla_decode_{cache_rows}_latent512{f'_rows{rows}' if rows > 16 else ''}",
         sm="90a",
         operation="sparse_mla_decode",
@@ -455,7 +461,7 @@ def _sparse_mla_decode(cache_rows: str, rows: int) -> Variant:
             "rows": rows,
             "tile_tokens": _MLA_TILE_TOKENS,
             "split_tiles": _SPARSE_MLA_SPLIT_TILES,
-            "max_cluster": CONSTANTS.sparse_mla_max_cluster_ctas if clustered else 0,
+            "max_cluster": max_cluster,
             "max_cta_parts": cta_parts,
         },
         defines={
@@ -467,7 +473,7 @@ def _sparse_mla_decode(cache_rows: str, rows: int) -> Variant:
             "TILE_TOKENS": _MLA_TILE_TOKENS,
             "SPLIT_TILES": _SPARSE_MLA_SPLIT_TILES,
             "STAGES": stages,
-            **({"CTA_PARTS": cta_parts} if clustered else {"Q_E4M3": 0, "BOX_COLUMNS": 64}),
+            **(clustered if max_cluster else {"Q_E4M3": 0, "BOX_COLUMNS": 64}),
         },
     )
 
@@ -573,7 +579,7 @@ VARIANTS: tuple[Variant, ...] = (
     *(_lse_from_statistics(sm) for sm in _FOLLOWING_SMS),
     *(_streaming_read("90a", *way) for way in _READS),
     *(variant for columns in MLA_COLUMNS for variant in _mla_variants(columns)),
-    *(_sparse_mla_decode(*key) for key in (*_CLUSTERED_SPARSE_MLA_STAGES, *_GROUPED_SPARSE_MLA_STAGES)),
+    *(_sparse_mla_decode(*form) for form in _SPARSE_MLA_FORMS),
     *_prefill_variants(),
     *(_append_kv("90a", dtypes) for dtypes in _APPEND_DTYPES),
     *(_merge_states("90a", dtype) for dtype in MERGE_TYPES),

@@ -25,6 +25,7 @@ from ..launch.modules import (
     ModuleCache,
     PreloadReport,
 )
+from ..launch.plan import LARGEST_PORTABLE_CLUSTER
 from ..launch.profiler import Profiler
 from ..launch.structs import StructLayout
 from ..launch.tensormap import TensorMapCache
@@ -217,6 +218,7 @@ class PlanRuntime:
             fingerprint=kernel.struct_fingerprint,
             dynamic_shared_bytes=kernel.dynamic_shared_bytes,
             declared=kernel.architecture,
+            nonportable_cluster=int(kernel.traits.get("max_cluster", 0)) > LARGEST_PORTABLE_CLUSTER,
         )
         return KernelRequest(
             context=context,

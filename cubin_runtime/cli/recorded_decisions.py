@@ -15,11 +15,11 @@ from ..kernels.trtllm_gen.errors import (
     PlanRefused,
     WorkspaceRefused,
 )
-from ..kernels.trtllm_gen.grid import LARGEST_PORTABLE_CLUSTER
 from ..kernels.trtllm_gen.kernel_finder import KernelFinder
 from ..kernels.trtllm_gen.parameter_values import DESCRIPTORS
 from ..kernels.trtllm_gen.params import KERNEL_PARAMS
 from ..kernels.trtllm_gen.traits import Policy, SparseType
+from ..launch.plan import LARGEST_PORTABLE_CLUSTER
 from ..launch.structs import TENSOR_MAP_BYTES
 from ..launch.tensormap import (
     DTYPES,

@@ -24,7 +24,7 @@ Triple = tuple[int, int, int]
 _GRID_LIMIT = (2**31 - 1, 65535, 65535)
 _BLOCK_LIMIT = (1024, 1024, 64)
 _THREADS_LIMIT = 1024
-_PORTABLE_CLUSTER = 8
+LARGEST_PORTABLE_CLUSTER = 8
 _LARGEST_CLUSTER = 16
 POLICIES = {0: "default", 1: "spread", 2: "load balancing"}
 
@@ -46,7 +46,7 @@ class LaunchAttributes:
     def __post_init__(self) -> None:
         if self.cluster is not None:
             _check_triple("cluster", self.cluster, (_LARGEST_CLUSTER,) * 3)
-            limit = _LARGEST_CLUSTER if self.nonportable_cluster else _PORTABLE_CLUSTER
+            limit = _LARGEST_CLUSTER if self.nonportable_cluster else LARGEST_PORTABLE_CLUSTER
             if prod(self.cluster) > limit:
                 raise UsageError(
                     f"{prod(self.cluster)} blocks, expected at most {limit} "

@@ -18,6 +18,7 @@
 
 namespace paged_mla_decode {
 
+static_assert(STAGE_KEYS == RING_SHARE);
 // A warpgroup that asks for more registers than are available waits forever.
 constexpr int PV_REGISTERS = 168, QK_REGISTERS = 112, PRODUCER_REGISTERS = 64;
 static_assert(2 * PV_REGISTERS + QK_REGISTERS + PRODUCER_REGISTERS <= THREADS / WARPGROUP * LAUNCH_REGISTERS);
@@ -28,10 +29,10 @@ DEVICE void load(const Params& p, const WorkRange& range, SharedStorage& shared,
     const uint64_t policy = row_l2_policy(p);
     PipelineState<STAGES> stages;
     stages.advance(warp);
-    const auto copy = [&](int head, int count, uint32_t last) {
+    const auto copy = [&](uint32_t head, int count, uint32_t last) {
 #pragma unroll 1
         for (int first = warp * STAGE_KEYS; first < TILE_TOKENS; first += LIST_WARPS * STAGE_KEYS) {
-            const int own = min(max(count - first, 0), STAGE_KEYS);
+            const int own = copied_rows(min(max(count - first, 0), STAGE_KEYS));
             const uint32_t full = shared_address(&shared.full[stages.index]);
             wait_barrier(shared.empty[stages.index], stages.phase ^ 1);
             if (lane == 0) {
@@ -39,14 +40,12 @@ DEVICE void load(const Params& p, const WorkRange& range, SharedStorage& shared,
                 mbarrier_arrive_expect_bytes(full, own * ROW_BYTES);
             }
             __syncwarp();
-            const void* const row =
-                row_address(p, shared.slots[warp][(head + first + lane) % SLOT_RING]);  // any, for lanes without one
-            copy_rows<STAGE_KEYS>(row, own, shared_address(shared.kv[stages.index]), full, policy);
+            copy_rows(shared_address(&shared.rows_to_copy[(head + first) % ROW_RING]), own, shared_address(shared.kv[stages.index]), full, policy);
             __syncwarp();
             stages.advance(LIST_WARPS);
         }
     };
-    walk_lists(p, WorkTileIterator(p, range), shared.slots[warp], warp == 0, [](const WorkTile&) {}, copy);
+    walk_lists<LIST_WARPS>(p, WorkTileIterator(p, range), shared.rows_to_copy, warp, [](const WorkTile&) {}, copy);
 }
 
 DEVICE void init_barriers(SharedStorage& shared) {

@@ -234,7 +234,11 @@ DEVICE float softmax_scale_log2(const Params& p) {
 
 DEVICE int64_t row_offset(const WorkTile& work, int row, int heads, int64_t token_stride, int64_t head_stride) {
     const int request_row = work.row_tile * ROWS + row;
+#if SPARSE
+    return work.q_begin * token_stride + request_row * head_stride;
+#else
     return (work.q_begin + request_row / heads) * token_stride + request_row % heads * head_stride;
+#endif
 }
 
 #if !SPARSE

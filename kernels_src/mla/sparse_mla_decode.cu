@@ -12,11 +12,11 @@
 // power of two for each 128 columns, which outputs are multiplied by at the end, keeps these products within fp16. Rows of
 // bf16: 8 QK warps multiply half of the columns each, with queries in registers; two of them add up their scores.
 //
-// A cluster of 1 to 8 CTAs computes an output tile and merges it in shared memory, 16 rows at a time: nothing goes through
+// A cluster of 1 to 16 CTAs computes an output tile and merges it in shared memory, 16 rows at a time: nothing goes through
 // a workspace. One cluster may compute several output tiles, one after the other.
 //
 // Build: -DSPARSE=1 -DLATENT=512 -DROPE=64|0 -DKV_E4M3=0|1 -DROWS=16|32 -DTILE_TOKENS=64 -DSPLIT_TILES=n
-//        -DSTAGES=n -DCTA_PARTS=1|2 -DKERNEL_NAME=symbol
+//        -DSTAGES=n -DCTA_PARTS=1|2 -DMAX_CLUSTER=8|16 -DKERNEL_NAME=symbol
 
 #include "sparse/producer.cuh"
 #if KV_E4M3
@@ -36,7 +36,6 @@ extern "C" __global__ void __launch_bounds__(paged_mla_decode::THREADS, 1)
     if (warp >= FIRST_QK_THREAD / 32) {
         set_registers<QK_REGISTERS>();
         score(p, shared);
-        wait_for_cluster();
     } else if (warp >= FIRST_PRODUCER_THREAD / 32) {
         cluster_arrive_relaxed();
         set_registers<PRODUCER_REGISTERS>();

@@ -140,7 +140,18 @@ def test_few_tokens_take_tiles_of_16_unless_bits_must_not_depend_on_them(
 
 @pytest.mark.parametrize(
     ("tokens", "size", "clusters"),
-    [(1, 8, 1), (15, 8, 15), (16, 4, 16), (30, 4, 30), (31, 2, 31), (66, 2, 66), (67, 1, 67), (256, 1, 128)],
+    [
+        (1, 16, 1),
+        (7, 16, 7),
+        (8, 8, 8),
+        (15, 8, 15),
+        (16, 4, 16),
+        (30, 4, 30),
+        (31, 2, 31),
+        (66, 2, 66),
+        (67, 1, 67),
+        (256, 1, 128),
+    ],
 )
 def test_an_output_tile_has_as_large_a_cluster_as_finds_a_place(
     stub_runtime: Runtime, tokens: int, size: int, clusters: int
@@ -149,7 +160,14 @@ def test_an_output_tile_has_as_large_a_cluster_as_finds_a_place(
     (launch,) = plan.launches
     assert launch.plan.grid == (size, clusters, 1)
     assert launch.plan.attributes.cluster == ((size, 1, 1) if size > 1 else None)
+    assert launch.plan.attributes.nonportable_cluster is (size > 8)
     assert sum(region.nbytes for region in launch.regions if region.name != "status") == 0
+
+
+def test_clusters_are_portable_where_no_gpc_surely_holds_a_larger_one(stub_runtime: Runtime) -> None:
+    smaller = replace(H200, multiprocessors=131)
+    plan = plan_sparse_mla_decode(**tokens_of(1, 2048), runtime=stub_runtime, device_facts=smaller)
+    assert plan.launches[0].plan.grid == (8, 1, 1)
 
 
 def test_no_more_clusters_run_than_find_a_place(stub_runtime: Runtime) -> None:

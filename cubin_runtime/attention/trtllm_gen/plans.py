@@ -12,12 +12,11 @@ from ...kernels.native.reduction.select import choose_kernel
 from ...kernels.trtllm_gen.arguments import Device
 from ...kernels.trtllm_gen.call import Call
 from ...kernels.trtllm_gen.decision import Decision, decide
-from ...kernels.trtllm_gen.grid import LARGEST_PORTABLE_CLUSTER
 from ...kernels.trtllm_gen.problem import NUMBERS, Bindings
 from ...kernels.trtllm_gen.select import Occupancy
 from ...kernels.trtllm_gen.workspace_layout import ALIGNMENT, stats_bytes
 from ...launch.modules import KernelRequest
-from ...launch.plan import LaunchAttributes, LaunchPlan, launch_config
+from ...launch.plan import LARGEST_PORTABLE_CLUSTER, LaunchAttributes, LaunchPlan, launch_config
 from ...launch.prepared import OtherContextError, PreparedLaunches
 from ..fast_path.notes import Launched, note_compared
 from ..runtime import PlanRuntime

@@ -65,7 +65,6 @@ class KernelConstants:
     mla_max_splits: int = _number(192, "splits of an output tile in any other launch, which are at most its CTA groups")
     mla_max_cta_group: int = _number(4, "CTAs of a group")
     mla_max_row_scales: int = _number(8, "scales of a row of an fp16 partial, beside its maximum and sum")
-    sparse_mla_max_cluster_ctas: int = _number(8, "CTAs of a cluster that computes an output tile of sparse MLA decode")
     mla_min_page_tokens: int = _number(32, "tokens of the smallest page")
     reduction_threads: int = _number(512, "threads of a CTA of kv_reduction")
     reduction_values: int = _number(8, "neighbouring 2-byte values that one of them merges")

@@ -6,12 +6,11 @@ from collections.abc import Mapping
 
 from ...artifacts.path import ArtifactPath
 from ...artifacts.tables.metadata import KernelMeta
-from ...launch.plan import LaunchAttributes, LaunchPlan
+from ...launch.plan import LARGEST_PORTABLE_CLUSTER, LaunchAttributes, LaunchPlan
 from ...values import dataclass
 from ..native.reduction.plan import OperationLaunch
 from .batch_invariance import select_invariant
 from .errors import PlanRefused
-from .grid import LARGEST_PORTABLE_CLUSTER
 from .kernel_finder import KernelFinder
 from .parameter_values import INPUTS, parameter_values
 from .params import KERNEL_PARAMS

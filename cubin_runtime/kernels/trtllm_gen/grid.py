@@ -13,7 +13,6 @@ from .problem import Problem
 from .traits import KernelKey, KernelType, MaskType, MultiCtasMode, TileScheduler
 
 LARGEST_CGA = 16
-LARGEST_PORTABLE_CLUSTER = 8
 # From this V head dimension on, a cluster's shared memory cannot hold the partial results that it merges.
 CGA_HEAD_DIM_LIMIT = 512
 SPLIT_HEAD_DIM = 512

@@ -67,7 +67,7 @@ struct SharedStorage {
     alignas(1024) char kv[STAGES][STAGE_KEYS * KEY_PITCH];
     KeyScales key_scales[2];  // for tiles in turn
     uint32_t tile[STAGES];  // keys of the stage's tile, and LAST_TILE
-    int slots[LIST_WARPS][SLOT_RING];  // rows that are still to be copied, in a ring
+    alignas(16) const void* rows_to_copy[ROW_RING];  // their addresses, in a ring
 #else
     alignas(1024) char kv[STAGES][TILE_BOXES][RAW_BOX_BYTES];
 #endif

@@ -22,8 +22,8 @@ DEVICE int query_byte(int step, int share) { return (step * COLUMN_SHARES + shar
 using Scores = float[ROW_EIGHTS][4];  // for each 8 rows: keys lane / 4 and + 8, rows 2 (lane % 4) + {0, 1}
 
 // Converts queries to fp16 in place for an e4m3 cache, a quarter of the rows per warp, in the order of the bytes of keys
-// (bf16_to_fp16_as_e4m3). A bf16 row is divided by the power of two that brings its largest magnitude below 2; its scores are multiplied
-// with it. In loops: code that runs once per work tile is fetched from DRAM, and unrolled it took longer than the first
+// (bf16_to_fp16_as_e4m3). A bf16 row is divided by the power of two that brings its largest magnitude below 2; its scores
+// are multiplied with it. In loops: code that runs once per work tile is fetched from DRAM, and unrolled it took longer than the first
 // keys.
 DEVICE void convert_queries(const Params& p, const WorkTile& work, SharedStorage& shared, uint32_t stage, int warp) {
     constexpr int OWN = ROWS / QK_WARPS, ROUNDS = (STEPS + 31) / 32;
@@ -241,19 +241,22 @@ DEVICE void raise_maxima(const Scores& s, int warp, SharedStorage& shared, Proba
     raise_units(warp, shared, p, rows);
 }
 
-// Publishes the P^T of a tile to the PV warps, once all QK warps have published their checks. A warm-up runs through the
-// code, and neither waits for other warps nor lets them go on.
+// Publishes the P^T of a tile to the PV warps, once all QK warps have published their checks; with scaled rows the caller
+// has waited for the stage. A warm-up runs through the code, and neither waits for other warps nor lets them go on.
 DEVICE void publish_probabilities(Scores& s, int warp, const PipelineState<P_STAGES>& p_state, SharedStorage& shared,
-                                  Rows& rows, bool warmup = false) {
+                                  Rows& rows, bool warmup = false, bool warmup_raises = true) {
     const int lane = threadIdx.x % 32;
     Probabilities& p = shared.p[p_state.index];
     if (!warmup) wait_barrier(shared.score_check[p_state.index].full, p_state.phase);
-    bool raised = warmup;
+    bool raised = false;
     for (int i = 0; i < QK_WARPS; i += 4) {
         const uint4 over = *reinterpret_cast<const uint4*>(shared.score_check[p_state.index].over + i);
         raised |= static_cast<bool>(over.x | over.y | over.z | over.w);
     }
-    if (!warmup) wait_barrier(shared.p_empty[p_state.index], p_state.phase ^ 1);
+    if (warmup)
+        raised = warmup_raises;
+    else if constexpr (!SCALED)
+        wait_barrier(shared.p_empty[p_state.index], p_state.phase ^ 1);
     if (raised) raise_maxima(s, warp, shared, p, rows, warmup);
     if (warp == 0 && lane == 0) p.raised = raised;
     if (first_row(warp) == 0) publish_value_factors(rows, key_warp(warp), p);

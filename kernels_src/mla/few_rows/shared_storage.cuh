@@ -9,25 +9,25 @@ namespace paged_mla_decode {
 
 static_assert((ROWS == 16 || (ROWS == 32 && SCALED)) && TILE_TOKENS == 64, "16 keys of each QK warp");
 #if SPARSE
-constexpr bool QUERIES_IN_STAGE = !SCALED;  // of the pipeline, on their way to registers; else in memory of their own
 constexpr int STAGES_OF_TILE = 2;  // with half of its keys each
 // Of so many QK warps, each multiplies its share of the columns and has its eight of the rows afterwards. Scaled keys are
 // multiplied by a warpgroup, all columns.
 constexpr int COLUMN_SHARES = SCALED ? 1 : 2, ROW_EIGHTS = ROWS / 8 / COLUMN_SHARES;
-constexpr int STAGE_BYTES = TILE_TOKENS / STAGES_OF_TILE * KEY_PITCH;
+constexpr int STAGE_BYTES = TILE_TOKENS / STAGES_OF_TILE * KEY_PITCH, STAGE_ALIGNMENT = 16;
 #else
-constexpr bool QUERIES_IN_STAGE = true;
 constexpr int STAGES_OF_TILE = 1;
 constexpr int COLUMN_SHARES = 1, ROW_EIGHTS = 2;
 constexpr int ROW_BYTES = 1 << ROW_BYTES_LOG2;  // of a token in a box, and the span of the swizzle
 constexpr int KEY_PITCH = ROW_BYTES;  // bytes between tokens in a box
 constexpr int BOX_BYTES = TILE_TOKENS * ROW_BYTES;
 constexpr int BOXES = (COLUMNS + BOX_COLUMNS - 1) / BOX_COLUMNS;
-constexpr int STAGE_BYTES = BOXES * BOX_BYTES;
+constexpr int STAGE_BYTES = BOXES * BOX_BYTES, STAGE_ALIGNMENT = 1024;
 #endif
+// Queries take stages of the pipeline too, 16 rows each.
+constexpr int QUERY_STAGES = ROWS / 16;
 // bytes between rows of queries in a stage; no two of eight rows start in one bank
 constexpr int QUERY_PITCH = COLUMNS * 2 + 16;
-static_assert(!QUERIES_IN_STAGE || ROWS * QUERY_PITCH <= STAGE_BYTES);
+static_assert(16 * QUERY_PITCH <= STAGE_BYTES);
 constexpr int QUERY_BOX_BYTES = ROWS * 128;  // 64 columns of all rows
 
 // Threads: PV warps, each with 64 columns of the output (the consumers), producer warps, QK warps, each with 16 keys of
@@ -42,7 +42,7 @@ constexpr int THREADS = FIRST_QK_THREAD + QK_WARPS * 32;
 // Of a thread, in multiples of 8. A warpgroup that asks for more than are available waits forever.
 #if SPARSE
 constexpr int CONSUMER_REGISTERS = SCALED ? (ROWS == 16 ? 120 : 144) : 88;
-constexpr int PRODUCER_REGISTERS = ROWS == 16 ? 48 : 40;
+constexpr int PRODUCER_REGISTERS = SCALED ? 40 : 48;
 constexpr int QK_REGISTERS = SCALED ? 184 : 128;
 #else
 constexpr int CONSUMER_REGISTERS = 112;
@@ -54,6 +54,7 @@ static_assert(CONSUMERS * CONSUMER_REGISTERS + 32 * (PRODUCER_WARPS * PRODUCER_R
 
 constexpr int QK_BARRIER = 2;
 constexpr int FIRST_SHARE_BARRIER = 3;  // of so many as there are KEY_WARPS
+constexpr int QUERIES_BARRIER = FIRST_SHARE_BARRIER + KEY_WARPS;  // where PV warps give QK warps the first queries
 
 // A tile's P, in a pipeline of P_STAGES.
 constexpr int P_STAGES = 2;
@@ -78,25 +79,30 @@ struct ScoreCheck {
 // a cluster merges as many groups as any other; here are those of all CTAs, one CTA's after the other's, as lanes hold
 // them.
 constexpr int OUTPUT_GROUPS = LATENT / 16 * 2;
-static_assert(SPARSE_MLA_MAX_CLUSTER_CTAS <= CONSUMER_WARPS, "the groups of a warp are merged by one CTA");
+static_assert(MAX_CLUSTER <= 2 * CONSUMER_WARPS, "the groups of a warp are merged by at most two CTAs");
 struct MergeInput {
     float4 sums[OUTPUT_GROUPS][32];
-    float2 statistics[SPARSE_MLA_MAX_CLUSTER_CTAS][16];  // maxima and sums
 };
 #endif
 
 struct SharedStorage {
-    alignas(1024) char stages[STAGES][STAGE_BYTES];  // the queries of a work tile, then its KV tiles
 #if SPARSE && KV_E4M3
     alignas(1024) char q[COLUMNS / 64][QUERY_BOX_BYTES];  // as the B operand
 #endif
+    alignas(STAGE_ALIGNMENT) char stages[STAGES][STAGE_BYTES];  // the queries of a work tile, then its KV tiles
     alignas(16) Probabilities p[P_STAGES];
     ScoreCheck score_check[P_STAGES];
 #if SPARSE
     uint32_t tile[STAGES];  // keys of the stage's tile (in both its stages), and LAST_TILE
-    int slots[PRODUCER_WARPS][SLOT_RING];  // rows that are still to be copied, in a ring
+    alignas(16) const void* rows_to_copy[ROW_RING];  // their addresses, in a ring
     alignas(16) MergeInput merge;
-    alignas(8) uint64_t merge_full, merge_empty;
+    // Of each CTA of the cluster the rows' maxima and sums, and then, in their place, by what its sums are multiplied to
+    // be added to those of its neighbour, and with the first of two the weight of both.
+    alignas(16) float2 row_parts[MAX_CLUSTER][ROWS];
+    alignas(8) float part_weights[CTA_PARTS][ROWS];  // of the CTA's parts, if there are two
+    alignas(8) float factor_out[ROWS];  // by which sums are multiplied at last
+    alignas(8) uint64_t merge_full, merge_empty, row_parts_full, weights_full;
+    uint64_t tile_done;  // by all CTAs of the cluster, an output tile
 #if !KV_E4M3
     float4 partial_scores[QK_WARPS][32];  // of a QK warp's share of the columns, for another's rows
 #else
@@ -143,8 +149,11 @@ DEVICE void init_barriers(SharedStorage& shared) {
     mbarrier_init(shared_address(&shared.sums_full), QK_WARPS);
     mbarrier_init(shared_address(&shared.sums_empty), CONSUMER_WARPS);
 #if SPARSE
-    mbarrier_init(shared_address(&shared.merge_full), 1);
+    mbarrier_init(shared_address(&shared.merge_full), CONSUMER_WARPS);
     mbarrier_init(shared_address(&shared.merge_empty), CONSUMER_WARPS * gridDim.x);
+    mbarrier_init(shared_address(&shared.row_parts_full), 1);
+    mbarrier_init(shared_address(&shared.weights_full), 1);
+    mbarrier_init(shared_address(&shared.tile_done), CONSUMER_WARPS * gridDim.x);
 #endif
     fence_mbarrier_init();
 }

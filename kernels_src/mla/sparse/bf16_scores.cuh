@@ -5,9 +5,8 @@
 
 namespace paged_mla_decode {
 
-// Adds the scores of the two warps that share the columns of 16 keys, and scales those that are not: each gets those of
-// its rows.
-DEVICE void add_shares(const AllScores& own, const Queries& q, int warp, float4 (&partial)[QK_WARPS][32], Scores& s,
+// Adds the scores of the two warps that share the columns of 16 keys, and scales them: each gets those of its rows.
+DEVICE void add_shares(const AllScores& own, float scale, int warp, float4 (&partial)[QK_WARPS][32], Scores& s,
                        bool warmup) {
     const int lane = threadIdx.x % 32, share = column_share(warp);
     const auto score = [&](int i) { return share == 0 ? own[1][i] : own[0][i]; };  // of the other's rows
@@ -16,9 +15,7 @@ DEVICE void add_shares(const AllScores& own, const Queries& q, int warp, float4 
     const float4 other = partial[(warp + KEY_WARPS) % QK_WARPS][lane];
     const float others[4] = {other.x, other.y, other.z, other.w};
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        s[0][i] = ((share == 0 ? own[0][i] : own[1][i]) + others[i]) * q.scale_of(0, i % 2);
-    }
+    for (int i = 0; i < 4; ++i) s[0][i] = ((share == 0 ? own[0][i] : own[1][i]) + others[i]) * scale;
 }
 
 // The first pass is a warm-up, while the first keys are in flight: it fetches from DRAM the code that the first tile would
@@ -35,6 +32,7 @@ DEVICE void score(const Params& p, SharedStorage& shared) {
     PipelineState<STAGES> kv_state;
     PipelineState<P_STAGES> p_state;
     uint32_t sums_parity = 0;
+    RowMerge row_merge;
     ClusterTileIterator work_tiles(p);
     WorkTile work;
     work.rows = work.row_tile = work.q_begin = 0;
@@ -67,7 +65,7 @@ DEVICE void score(const Params& p, SharedStorage& shared) {
                 const uint32_t keys = stage + stage_offset(lane / 16 * 16, stage_key + lane % 16);
                 AllScores all;
                 multiply_keys(keys + column_share(warp) * 32, q, all);
-                add_shares(all, q, warp, shared.partial_scores, s, warmup);
+                add_shares(all, q.scale_of(0, 0), warp, shared.partial_scores, s, warmup);
                 if (valid < TILE_TOKENS) mask_missing(valid, warp, s);
             }
             if (!warmup || publishes) {
@@ -77,7 +75,10 @@ DEVICE void score(const Params& p, SharedStorage& shared) {
             if (!warmup) kv_state.advance(STAGES_OF_TILE - half), p_state.advance();
         }
         publish_sums(rows, warp, sums_parity, shared, warmup);
+        if (warp == 0) row_merge.next(p, work_tiles, work, shared, warmup);
+        if (warmup) cluster_arrive_relaxed();  // the other CTAs may send to this one
     }
+    row_merge.join();
 }
 
 }  // namespace paged_mla_decode

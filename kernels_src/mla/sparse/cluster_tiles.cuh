@@ -43,16 +43,19 @@ struct ClusterTileIterator {
     DEVICE bool begins_output_tile() const { return !two_parts() || part == 1; }
     DEVICE bool ends_output_tile() const { return part == 0; }
 
+    DEVICE int token() const { return __fdividef(tile + 0.5f, row_tiles()); }  // exact below 2^20 tiles, and short
+    // Of the work tile that comes next.
+    DEVICE int rows() const { return min(ROWS, p.heads - (tile - token() * row_tiles()) * ROWS); }
+
     // The share of this CTA may be empty.
     DEVICE bool next(WorkTile& work) {
         if (!has_next()) return false;
-        const int token = tile / row_tiles();
-        const Request r = load_lengths(p, token);
-        work.request = work.q_begin = token;
-        work.row_tile = tile - token * row_tiles();
+        work.request = work.q_begin = token();
+        const Request r = load_lengths(p, work.request);
+        work.row_tile = tile - work.request * row_tiles();
         work.kv_len = r.kv_len;
         work.q_len = 1;
-        work.rows = min(ROWS, p.heads - work.row_tile * ROWS);
+        work.rows = rows();
         const int parts_log2 = two_parts(), tiles = kv_tile_count(r.kv_len), log2 = cluster_size_log2() + parts_log2;
         const int share = (cluster_rank() << parts_log2) + part;
         work.first = share * tiles >> log2;
@@ -67,22 +70,20 @@ struct ClusterTileIterator {
 
 constexpr int OUTPUT_GROUPS_LOG2 = 6, WARP_GROUPS_LOG2 = 3;
 static_assert(1 << OUTPUT_GROUPS_LOG2 == OUTPUT_GROUPS && 1 << WARP_GROUPS_LOG2 == COLUMN_TILES * 2);
-using Statistics = float2[ROWS / 8][2];  // maxima and sums of the rows of Output
 
-// The thread's two rows of eight, and how sums become the output.
+DEVICE int first_column(int warp, int m) { return (warp * COLUMN_TILES + m) * 16; }
+
+// The thread's two rows of eight, and by what their sums are multiplied at last.
 struct TwoRows {
     int first, exist;  // of the output tile; how many of the two
     int64_t at;  // in the output, of the first; in elements
-    RowNormalisation norm[2];
+    float2 factor;
 
-    DEVICE TwoRows(const Params& p, const WorkTile& work, int eight, const float2 (&statistics)[2], float scale)
-        : first(eight * 8 + threadIdx.x % 4 * 2), exist(work.rows - first) {
-        const int head = work.row_tile * ROWS + first;
-        at = work.request * p.out_token_stride + head * p.out_head_stride;
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
-            norm[i] = normalise_row(p, statistics[i].x, statistics[i].y, min(head + i, p.heads - 1), scale);
-    }
+    DEVICE TwoRows(const Params& p, const WorkTile& work, int eight, const SharedStorage& shared)
+        : first(eight * 8 + threadIdx.x % 4 * 2),
+          exist(work.rows - first),
+          at(work.request * p.out_token_stride + (work.row_tile * ROWS + first) * p.out_head_stride),
+          factor(*reinterpret_cast<const float2*>(&shared.factor_out[first])) {}
 };
 
 template <int TYPE>
@@ -98,8 +99,8 @@ DEVICE void store_two(const Params& p, int64_t at, float low, float high) {
 template <int TYPE>
 DEVICE void store_group(const Params& p, const TwoRows& rows, int column, const float4& sums) {
     const int pair = threadIdx.x % 32 / 4;
-    const float v[2][2] = {{sums.x * rows.norm[0].factor, sums.y * rows.norm[1].factor},
-                           {sums.z * rows.norm[0].factor, sums.w * rows.norm[1].factor}};
+    const float v[2][2] = {{sums.x * rows.factor.x, sums.y * rows.factor.y},
+                           {sums.z * rows.factor.x, sums.w * rows.factor.y}};
     if constexpr (KV_E4M3) {
 #pragma unroll
         for (int i = 0; i < 2; ++i)
@@ -117,11 +118,6 @@ DEVICE void store_group(const Params& p, const TwoRows& rows, int column, const 
     }
 }
 
-DEVICE void store_lse(const Params& p, const WorkTile& work, const TwoRows& rows) {
-    for (int i = 0; i < 2; ++i)
-        if (i < rows.exist) write_lse(p, work, rows.first + i, rows.norm[i].lse);
-}
-
 // Calls `store` with the type of the output as the type of its argument.
 template <class Store>
 DEVICE void store_as_type(const Params& p, Store store) {
@@ -134,20 +130,18 @@ DEVICE void store_as_type(const Params& p, Store store) {
 }
 
 // Stores the warp's groups of an output tile that the CTA has for itself.
-DEVICE void store_groups(const Params& p, const WorkTile& work, int warp, const Statistics& statistics,
+DEVICE void store_groups(const Params& p, const WorkTile& work, int warp, const SharedStorage& shared,
                          const Output& out) {
-    const float scale = output_scale(p);
 #pragma unroll
     for (int n = 0; n < ROWS / 8; ++n) {
-        const TwoRows rows(p, work, n, statistics[n], scale);
+        const TwoRows rows(p, work, n, shared);
         store_as_type(p, [&](auto type) {
 #pragma unroll
             for (int m = 0; m < COLUMN_TILES; ++m) {
                 const float(&own)[4] = out[m][n];
-                store_group<type>(p, rows, (warp * COLUMN_TILES + m) * 16, make_float4(own[0], own[1], own[2], own[3]));
+                store_group<type>(p, rows, first_column(warp, m), make_float4(own[0], own[1], own[2], own[3]));
             }
         });
-        if (threadIdx.x < 4) store_lse(p, work, rows);
     }
 }
 
@@ -161,126 +155,119 @@ DEVICE void send_float4(uint32_t address, const float4& v, uint32_t barrier) {
         : "memory");
 }
 
-// Arrives for the warp at a barrier of another CTA.
+// Arrives for the warp at a barrier of another CTA, once its loads from the CTA's own memory have completed. A release at
+// the scope of a cluster would wait for all stores to global memory.
 DEVICE void release_in_cta(uint64_t& barrier, int rank) {
     __syncwarp();
     if (threadIdx.x % 32 == 0)
-        asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(
+        asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(
                          address_in_cta(shared_address(&barrier), rank))
                      : "memory");
 }
 
-DEVICE void wait_cluster_barrier(uint64_t& barrier, uint32_t phase) {
-    asm volatile(
-        "{ .reg .pred done;\n"
-        "again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1, %2;\n"
-        "@done bra ready;\n"
-        "bra again;\n"
-        "ready: }" ::"r"(shared_address(&barrier)),
-        "r"(phase), "n"(1 << 20)
-        : "memory");
+// The same at the barrier of each CTA of the cluster.
+DEVICE void release_in_cluster(uint64_t& barrier) {
+#pragma unroll 1
+    for (int rank = 0; rank < gridDim.x; ++rank) release_in_cta(barrier, rank);
 }
 
-// Sends the warp's groups of rows 16 HALF and on to the CTA that merges them, and once to each CTA the maxima and sums.
-template <int HALF>
-DEVICE void send_groups(int warp, const Statistics& statistics, const Output& out, SharedStorage& shared) {
+// Sends the warp's groups of the first 16 rows to the CTA that merges them; what the CTA merges itself does not go through
+// the network of the cluster. In a warm-up the CTA is sent, by itself, what the other CTAs will send it: as many bytes.
+DEVICE void send_groups(int warp, const Output& out, SharedStorage& shared, bool warmup) {
+    constexpr int GROUPS = 1 << WARP_GROUPS_LOG2, HALVES = MAX_CLUSTER > CONSUMER_WARPS ? 2 : 1, PART = GROUPS / HALVES;
     const int lane = threadIdx.x % 32, log2 = cluster_size_log2(), own = OUTPUT_GROUPS >> log2;
-    const int first = warp << WARP_GROUPS_LOG2, rank = first << log2 >> OUTPUT_GROUPS_LOG2;
-    MergeInput& to = shared.merge;
+#pragma unroll
+    for (int half = 0; half < HALVES; ++half) {
+        const int first = warp * GROUPS + half * PART, rank = first << log2 >> OUTPUT_GROUPS_LOG2;
+        const bool merges = rank == cluster_rank();
+        const int to_rank = warmup ? cluster_rank() : rank;
+        float4* const sums = &shared.merge.sums[cluster_rank() * own + first - rank * own][lane];
+        const uint32_t barrier = address_in_cta(shared_address(&shared.merge_full), to_rank);
+        const uint32_t far_sums = address_in_cta(shared_address(sums), to_rank);
+#pragma unroll
+        for (int i = 0; i < PART; ++i) {
+            const int group = half * PART + i;
+            const float(&v)[4] = out[group / 2][group % 2];
+            const float4 four = make_float4(v[0], v[1], v[2], v[3]);
+            if (merges)
+                sums[i * 32] = four;
+            else
+                send_float4(far_sums + i * sizeof(shared.merge.sums[0]), four, barrier);
+        }
+    }
+    __syncwarp();
     if (threadIdx.x == 0)
         mbarrier_arrive_expect_bytes(shared_address(&shared.merge_full),
-                                     sizeof(to.sums) + (sizeof(to.statistics[0]) << log2));
-    const uint32_t barrier = address_in_cta(shared_address(&shared.merge_full), rank);
-    const uint32_t sums =
-        address_in_cta(shared_address(&to.sums[cluster_rank() * own + first - rank * own][lane]), rank);
-#pragma unroll
-    for (int i = 0; i < 1 << WARP_GROUPS_LOG2; ++i) {
-        const float(&v)[4] = out[i / 2][HALF * 2 + i % 2];
-        send_float4(sums + i * sizeof(to.sums[0]), make_float4(v[0], v[1], v[2], v[3]), barrier);
-    }
-    if (first == rank * own && lane < 4)
-#pragma unroll
-        for (int n = 0; n < 2; ++n) {
-            const float2(&rows)[2] = statistics[HALF * 2 + n];
-            send_float4(address_in_cta(shared_address(&to.statistics[cluster_rank()][n * 8 + lane * 2]), rank),
-                        make_float4(rows[0].x, rows[0].y, rows[1].x, rows[1].y), barrier);
-        }
+                                     (gridDim.x - 1) * own * sizeof(shared.merge.sums[0]));
+    else if (lane == 0)
+        mbarrier_arrive(shared_address(&shared.merge_full));
 }
 
-// A row's maximum of two parts, and by what their sums are multiplied.
-struct PairWeights {
-    float maximum, low, high;
+// low * a + high * b for the thread's two rows, which lie as Output says.
+DEVICE float4 add_pair(const float2& low, const float4& a, const float2& high, const float4& b) {
+    return make_float4(add_product(__fmul_rn(low.x, a.x), high.x, b.x), add_product(__fmul_rn(low.y, a.y), high.y, b.y),
+                       add_product(__fmul_rn(low.x, a.z), high.x, b.z), add_product(__fmul_rn(low.y, a.w), high.y, b.w));
+}
 
-    DEVICE PairWeights(float low_maximum, float high_maximum)
-        : maximum(fmaxf(low_maximum, high_maximum)),
-          low(exp2_approximate(low_maximum - maximum)),
-          high(exp2_approximate(high_maximum - maximum)) {}
-    DEVICE float add(float low_sum, float high_sum) const {
-        return add_product(__fmul_rn(low, low_sum), high, high_sum);
-    }
-};
+DEVICE float2 two_weights(const float (&weights)[ROWS], int row) {
+    return *reinterpret_cast<const float2*>(&weights[row]);
+}
 
 // Adds an earlier part of the CTA's to a later one, as merge_groups adds up the parts of two CTAs.
-DEVICE void add_part(const Statistics& earlier_statistics, const Output& earlier, Statistics& statistics, Output& out) {
+DEVICE void add_part(const float (&weights)[CTA_PARTS][ROWS], const Output& earlier, Output& out) {
 #pragma unroll
-    for (int n = 0; n < ROWS / 8; ++n)
+    for (int n = 0; n < ROWS / 8; ++n) {
+        const int row = n * 8 + threadIdx.x % 4 * 2;
+        const float2 low = two_weights(weights[0], row), high = two_weights(weights[CTA_PARTS - 1], row);
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const float2 low = earlier_statistics[n][i];
-            float2& high = statistics[n][i];
-            const PairWeights weights(low.x, high.x);
-            high = make_float2(weights.maximum, weights.add(low.y, high.y));
-#pragma unroll
-            for (int m = 0; m < COLUMN_TILES; ++m)
-#pragma unroll
-                for (int j = i; j < 4; j += 2) out[m][n][j] = weights.add(earlier[m][n][j], out[m][n][j]);
+        for (int m = 0; m < COLUMN_TILES; ++m) {
+            const float(&a)[4] = earlier[m][n];
+            float(&b)[4] = out[m][n];
+            const float4 sum =
+                add_pair(low, make_float4(a[0], a[1], a[2], a[3]), high, make_float4(b[0], b[1], b[2], b[3]));
+            b[0] = sum.x, b[1] = sum.y, b[2] = sum.z, b[3] = sum.w;
         }
+    }
 }
 
 // Merges the warp's part of the groups that the CTA was sent, of rows 16 half and on, and stores them: those of two
 // neighbouring CTAs are added up, and then the pairs in their order.
 DEVICE void merge_groups(const Params& p, const WorkTile& work, int warp, int half, const SharedStorage& shared) {
-    const int lane = threadIdx.x % 32, own = OUTPUT_GROUPS >> cluster_size_log2(), eight = warp % 2;
-    const int ctas = gridDim.x;
-    const MergeInput& from = shared.merge;
-    const auto statistics_of = [&](int rank) {
-        return *reinterpret_cast<const float4*>(&from.statistics[rank][eight * 8 + lane % 4 * 2]);
-    };
-    float top[2] = {LOWEST, LOWEST}, total[2] = {0.f, 0.f};
-#pragma unroll 2
-    for (int rank = 0; rank < ctas; ++rank) {
-        const float4 rows = statistics_of(rank);
-        top[0] = fmaxf(top[0], rows.x), top[1] = fmaxf(top[1], rows.z);
-    }
+    constexpr int MOST = OUTPUT_GROUPS / 2 / CONSUMER_WARPS;  // groups of a warp
+    const uint32_t lane = threadIdx.x % 32, own = OUTPUT_GROUPS >> cluster_size_log2();
+    const TwoRows rows(p, work, half * 2 + warp % 2, shared);
+    const auto group = [&](int i) -> uint32_t { return warp + i * CONSUMER_WARPS; };
+    const float2* parts = &shared.row_parts[0][rows.first];
+    const float4* sent = &shared.merge.sums[warp][lane];
+    float4 sums[MOST];
+#pragma unroll
+    for (int i = 0; i < MOST; ++i) sums[i] = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll 1
-    for (int rank = 0; rank < ctas; rank += 2) {
-        const float4 low = statistics_of(rank), high = statistics_of(rank + 1);
-        const PairWeights first(low.x, high.x), second(low.z, high.z);
-        total[0] = add_product(total[0], exp2_approximate(first.maximum - top[0]), first.add(low.y, high.y));
-        total[1] = add_product(total[1], exp2_approximate(second.maximum - top[1]), second.add(low.w, high.w));
-    }
-    const float2 statistics[2] = {make_float2(top[0], total[0]), make_float2(top[1], total[1])};
-    const TwoRows rows(p, work, half * 2 + eight, statistics, output_scale(p));
-#pragma unroll 1
-    for (int i = warp; i < own; i += CONSUMER_WARPS) {
-        float4 sums = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll 1
-        for (int rank = 0; rank < ctas; rank += 2) {
-            const float4 a = from.sums[rank * own + i][lane], b = from.sums[(rank + 1) * own + i][lane];
-            const float4 low = statistics_of(rank), high = statistics_of(rank + 1);
-            const PairWeights first(low.x, high.x), second(low.z, high.z);
-            const float weight[2] = {exp2_approximate(first.maximum - top[0]),
-                                     exp2_approximate(second.maximum - top[1])};
-            sums.x = add_product(sums.x, weight[0], first.add(a.x, b.x));
-            sums.y = add_product(sums.y, weight[1], second.add(a.y, b.y));
-            sums.z = add_product(sums.z, weight[0], first.add(a.z, b.z));
-            sums.w = add_product(sums.w, weight[1], second.add(a.w, b.w));
+    for (int pair = 0; pair < gridDim.x / 2; ++pair) {
+        // of the two rows, each with the pair's
+        const float4 first = *reinterpret_cast<const float4*>(parts);
+        const float4 second = *reinterpret_cast<const float4*>(parts + ROWS);
+        const float2 low = make_float2(first.x, first.z), high = make_float2(second.x, second.z);
+        const float2 weight = make_float2(first.y, first.w);
+#pragma unroll
+        for (int i = 0; i < MOST; ++i) {
+            if (group(i) >= own) break;
+            const float4* const own_sums = sent + i * CONSUMER_WARPS * 32;
+            const float4 two = add_pair(low, own_sums[0], high, own_sums[own * 32]);
+            sums[i].x = add_product(sums[i].x, weight.x, two.x);
+            sums[i].y = add_product(sums[i].y, weight.y, two.y);
+            sums[i].z = add_product(sums[i].z, weight.x, two.z);
+            sums[i].w = add_product(sums[i].w, weight.y, two.w);
         }
-        store_as_type(p, [&](auto type) {
-            store_group<type>(p, rows, (cluster_rank() * own + i) / 2 * 16, sums);
-        });
+        parts += 2 * ROWS, sent += 2 * own * 32;
     }
-    if (cluster_rank() == 0 && warp < 2 && lane < 4) store_lse(p, work, rows);
+    store_as_type(p, [&](auto type) {
+#pragma unroll
+        for (int i = 0; i < MOST; ++i)
+            if (group(i) < own) {
+                store_group<type>(p, rows, (cluster_rank() * own + group(i)) / 2 * 16, sums[i]);
+            }
+    });
 }
 
 }  // namespace paged_mla_decode

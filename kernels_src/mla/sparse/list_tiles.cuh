@@ -2,7 +2,10 @@
 // what QK warps do in the same way with rows of any form.
 #pragma once
 #include "../few_rows/qk.cuh"
-#include "cluster_tiles.cuh"
+#include "row_weights.cuh"
+#if KV_E4M3
+#include "scaled_queries.cuh"
+#endif
 
 namespace paged_mla_decode {
 
@@ -16,11 +19,11 @@ DEVICE void mask_missing(int valid, int warp, Scores& s) {
             if (key + i / 2 * 8 >= valid) s[n][i] = -INFINITY;
 }
 
-// Publishes maxima and sums at the end of a work tile, once PV warps have read those of the tile before. At the end of a
-// warm-up nobody reads them, and the other CTAs may send to this one.
+// Publishes maxima and sums at the end of a work tile, and of scaled rows units, once PV warps have read those of the tile
+// before. In a warm-up nobody reads them.
 DEVICE void publish_sums(Rows& rows, int warp, uint32_t& sums_parity, SharedStorage& shared, bool warmup) {
     const int lane = threadIdx.x % 32;
-    if (!warmup) wait_barrier(shared.sums_empty, sums_parity ^ 1), sums_parity ^= 1;
+    if (KV_E4M3 && !warmup) wait_barrier(shared.sums_empty, sums_parity ^ 1), sums_parity ^= 1;
 #pragma unroll
     for (int n = 0; n < ROW_EIGHTS; ++n)
 #pragma unroll
@@ -35,24 +38,25 @@ DEVICE void publish_sums(Rows& rows, int warp, uint32_t& sums_parity, SharedStor
     if (lane < 2 && warp == 0)
         for (int i = 0; i < 2; ++i) shared.unit[scale_block() + i] = rows.unit[i];
 #endif
-    if (warmup)
-        cluster_arrive_relaxed();
-    else
-        release(shared.sums_full);
+    if (!warmup) release(shared.sums_full);
 }
 
 DEVICE void consume(const Params& p, SharedStorage& shared) {
     const int lane = threadIdx.x % 32;
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-    const uint32_t values = stage_offset(warp * 64 * (KV_E4M3 ? 1 : 2) + lane / 8 % 2 * 16, lane / 16 * 8 + lane % 8);
+    const uint32_t values =
+        stage_offset(first_column(warp, 0) * (KV_E4M3 ? 1 : 2) + lane / 8 % 2 * 16, lane / 16 * 8 + lane % 8);
     PipelineState<STAGES> kv_state;
     PipelineState<P_STAGES> p_state;
-    uint32_t sums_parity = 0, merge_parity = 0;
+    [[maybe_unused]] uint32_t sums_parity = 0;
+    uint32_t full_parity = 0, tile_parity = 0;
     ClusterTileIterator work_tiles(p);
     WorkTile work;
     work.rows = work.row_tile = work.q_begin = 0;
     [[maybe_unused]] Output earlier;  // the output tile's part before
-    [[maybe_unused]] Statistics earlier_statistics;
+#if KV_E4M3
+    convert_first_queries(work_tiles, kv_state, shared, warp);
+#endif
     // The first pass is a warm-up without rows, while the first keys are in flight: it fetches from DRAM the code
     // that everything waits for at the end.
 #pragma unroll 1
@@ -62,26 +66,28 @@ DEVICE void consume(const Params& p, SharedStorage& shared) {
         for (int m = 0; m < COLUMN_TILES; ++m)
 #pragma unroll
             for (int i = 0; i < ROWS / 2; ++i) out[m][i / 4][i % 4] = 0.f;
-        const int query_stage = kv_state.index;
-        if (QUERIES_IN_STAGE && !warmup) kv_state.advance();
+        const PipelineState<STAGES> query_state = kv_state;
+        if (!warmup) kv_state.advance(QUERY_STAGES);
 #pragma unroll 1
         for (bool last = warmup, first = true; !last; first = false) {
             const Probabilities& own = shared.p[p_state.index];
             wait_barrier(shared.p_full[p_state.index], p_state.phase);
             // Stages become free in their order: two warps fill every second one, and could take the parity of a phase
             // for that of the one after the next.
-            if (QUERIES_IN_STAGE && first) release(shared.empty[query_stage]);
-            uint32_t stage[STAGES_OF_TILE];
+            if (first) {
+                PipelineState<STAGES> queries = query_state;
+#pragma unroll
+                for (int i = 0; i < QUERY_STAGES; ++i, queries.advance()) release(shared.empty[queries.index]);
+            }
+            uint32_t stage[STAGES_OF_TILE];  // full, as QK warps have read them
             PipelineState<STAGES> next = kv_state;
 #pragma unroll
-            for (int i = 0; i < STAGES_OF_TILE; ++i, next.advance()) {
-                wait_barrier(shared.full[next.index], next.phase);
+            for (int i = 0; i < STAGES_OF_TILE; ++i, next.advance())
                 stage[i] = shared_address(shared.stages[next.index]) + values;
-            }
             const uint32_t tile = shared.tile[kv_state.index];
             last = tile & LAST_TILE;
-            if (own.raised) rescale(own, out);
             const int valid = tile & ~LAST_TILE;
+            if (own.raised) rescale(own, out);
             if (valid < TILE_TOKENS)
                 multiply_values<true>(stage, valid, own, out);
             else
@@ -93,51 +99,58 @@ DEVICE void consume(const Params& p, SharedStorage& shared) {
             release(shared.p_empty[p_state.index]);
             p_state.advance();
         }
-        if (!warmup) wait_barrier(shared.sums_full, sums_parity);
-        Statistics statistics;
-#pragma unroll
-        for (int i = 0; i < ROWS / 4; ++i)
-            statistics[i / 2][i % 2] = row_statistics(shared, i / 2 * 8 + lane % 4 * 2 + i % 2);
 #if KV_E4M3
-        const float unit = shared.unit[scale_block_of_warp()];
+        if (!warmup) wait_barrier(shared.sums_full, sums_parity);
 #pragma unroll
-        for (int m = 0; m < COLUMN_TILES; ++m)
+        for (int m = 0; m < COLUMN_TILES; ++m) {
+            const float unit = shared.unit[scale_block_of_warp()];
 #pragma unroll
             for (int i = 0; i < ROWS / 2; ++i) out[m][i / 4][i % 4] *= unit;
-#endif
+        }
         __threadfence_block();  // otherwise the arrival may overtake these loads
         if (!warmup) release(shared.sums_empty), sums_parity ^= 1;
+#endif
         if constexpr (CTA_PARTS > 1) {
-            if (!work_tiles.begins_output_tile()) add_part(earlier_statistics, earlier, statistics, out);
             if (!work_tiles.ends_output_tile()) {
 #pragma unroll
                 for (int m = 0; m < COLUMN_TILES; ++m)
 #pragma unroll
                     for (int i = 0; i < ROWS / 2; ++i) earlier[m][i / 4][i % 4] = out[m][i / 4][i % 4];
-#pragma unroll
-                for (int i = 0; i < ROWS / 4; ++i) earlier_statistics[i / 2][i % 2] = statistics[i / 2][i % 2];
                 continue;
             }
         }
+        const bool parts = CTA_PARTS > 1 && !work_tiles.begins_output_tile();
+        const auto wait_for_weights = [&] {
+            if (!warmup) wait_barrier(shared.weights_full, tile_parity);
+        };
+        if (CTA_PARTS > 1 && parts) {
+            wait_for_weights();
+            add_part(shared.part_weights, earlier, out);
+        }
         if (gridDim.x == 1) {
-            store_groups(p, work, warp, statistics, out);
+            wait_for_weights();
+            store_groups(p, work, warp, shared, out);
         } else {
+            // until the CTAs of the cluster have read what they were sent before
+            if (!warmup) wait_barrier(shared.tile_done, tile_parity ^ 1);
 #pragma unroll 1
             for (int half = 0; half < ROWS / 16; ++half) {
-                if (!warmup) {
-                    // until the CTAs of the cluster have read what they were sent before
-                    wait_cluster_barrier(shared.merge_empty, merge_parity ^ 1);
-                    if (half == 0)
-                        send_groups<0>(warp, statistics, out, shared);
-                    else
-                        send_groups<ROWS / 16 - 1>(warp, statistics, out, shared);
-                    wait_barrier(shared.merge_full, merge_parity);
-                    merge_parity ^= 1;
-                }
+                if (half > 0 && !warmup) wait_barrier(shared.merge_empty, tile_parity);
+                send_groups(warp, out, shared, warmup);
+                wait_barrier(shared.merge_full, full_parity);
+                full_parity ^= 1;
+                wait_for_weights();
                 merge_groups(p, work, warp, half, shared);
-                if (!warmup && (half + 1 < ROWS / 16 || work_tiles.has_next()))
-                    for (int rank = 0; rank < gridDim.x; ++rank) release_in_cta(shared.merge_empty, rank);
+                if constexpr (ROWS == 32) {
+                    if (half == 0 && !warmup) release_in_cluster(shared.merge_empty);
+#pragma unroll
+                    for (int i = 0; i < COLUMN_TILES * 8; ++i) out[i / 8][i / 4 % 2][i % 4] = out[i / 8][2 + i / 4 % 2][i % 4];
+                }
             }
+        }
+        if (!warmup) {
+            if (work_tiles.has_next()) release_in_cluster(shared.tile_done);
+            tile_parity ^= 1;
         }
         if (warmup) wait_for_cluster();  // until the other CTAs have begun and need their memory for no warm-up
     }

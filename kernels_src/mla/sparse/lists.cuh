@@ -4,7 +4,7 @@
 
 namespace paged_mla_decode {
 
-constexpr int LIST_AHEAD = 1024;  // entries of a list, which a warp brings to L1 at a time: a line for each lane
+constexpr int LIST_AHEAD = 1024;  // entries of a list, which a warp brings to L2 at a time: a line for each lane
 
 // Rows that only this CTA reads must not displace lists, partials and code from L2.
 DEVICE uint64_t row_l2_policy(const Params& p) {
@@ -24,20 +24,25 @@ DEVICE const void* row_address(const Params& p, uint32_t slot) {
     return static_cast<const char*>(p.kv_cache) + page * p.page_bytes + row * p.row_bytes;
 }
 
-// Copies `count` rows of at most ROWS_AT_ONCE to `stage` and on, row i from the address that lane i gives. One lane copies
-// all: operands of a bulk copy are uniform registers, so that the compiler would copy the rows of lanes one by one in a
-// loop, which takes longer than the copies.
-template <int ROWS_AT_ONCE>
-DEVICE void copy_rows(const void* own, int count, uint32_t stage, uint32_t barrier, uint64_t policy) {
-    const uint64_t address = reinterpret_cast<uint64_t>(own);
+constexpr int ROWS_AT_ONCE = 4;
+
+// How many rows are copied for `count`: whole groups, since a condition for each row takes longer than its copy.
+DEVICE int copied_rows(int count) { return (count + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE * ROWS_AT_ONCE; }
+
+// Copies `count` rows, whole groups, to `stage` and on, whose addresses lie in shared memory. One lane copies all: operands
+// of a bulk copy are uniform registers, so that the compiler would copy the rows of lanes one by one in a loop.
+DEVICE void copy_rows(uint32_t addresses, int count, uint32_t stage, uint32_t barrier, uint64_t policy) {
     const bool leads = elect_one();
+#pragma unroll 1
+    for (int row = 0; row < count; row += ROWS_AT_ONCE) {
+        const uint4 two[2] = {load_shared_uint4(addresses + row * 8), load_shared_uint4(addresses + row * 8 + 16)};
+        if (leads)
 #pragma unroll
-    for (int row = 0; row < ROWS_AT_ONCE; ++row) {
-        const uint32_t low = __shfl_sync(~0u, static_cast<uint32_t>(address), row);
-        const uint32_t high = __shfl_sync(~0u, static_cast<uint32_t>(address >> 32), row);
-        if (leads && row < count)
-            bulk_copy(stage + row * KEY_PITCH, reinterpret_cast<const void*>(uint64_t{high} << 32 | low), ROW_BYTES,
-                      barrier, policy);
+            for (int i = 0; i < ROWS_AT_ONCE; ++i) {
+                const uint64_t low = i % 2 ? two[i / 2].z : two[i / 2].x, high = i % 2 ? two[i / 2].w : two[i / 2].y;
+                bulk_copy(stage + (row + i) * KEY_PITCH, reinterpret_cast<const void*>(high << 32 | low), ROW_BYTES,
+                          barrier, policy);
+            }
     }
 }
 
@@ -45,50 +50,73 @@ DEVICE void report_invalid_slot(const Params& p) {
     asm volatile("red.global.or.b32 [%0], %1;" ::"l"(p.status), "n"(STATUS_PAGE_OUTSIDE_POOL) : "memory");
 }
 
-// Calls `begin(work)` for each work tile, then `copy(head, count, last)` for each of its tiles: `count` slots begin at
-// `head` of the warp's ring. Entries that name a row are put together in the list's order, so that only the last tile of
-// a work tile has fewer than TILE_TOKENS keys and holes cost no more than the reading of the list. One of the warps that
-// walk the same lists reports invalid slots.
-template <class Iterator, class Begin, class Copy>
-DEVICE void walk_lists(const Params& p, Iterator work_tiles, int* ring, bool reports, Begin begin, Copy copy) {
+// Calls `begin(work)` for each work tile, then `copy(head, count, last)` for each of its tiles, whose `count` rows begin at
+// `head` of the ring. Entries that name a row are put together in the list's order, so that only the last tile of a work
+// tile has fewer than TILE_TOKENS keys and holes cost no more than the reading of the list. WARPS warps walk the same
+// lists, each of which puts every so many-th RING_SHARE rows into the ring; one reports invalid slots.
+template <int WARPS, class Iterator, class Begin, class Copy>
+DEVICE void walk_lists(const Params& p, Iterator work_tiles, const void** ring, int warp, Begin begin, Copy copy) {
     const int lane = threadIdx.x % 32;
     WorkTile work;
-    while (work_tiles.next(work)) {
-        const int* list = static_cast<const int*>(p.indices) + work.request * p.indices_stride;
-        const int end = min(work.last * TILE_TOKENS, work.kv_len);
-        const auto entry = [&](int position) { return position + lane < end ? list[position + lane] : -1; };
-        // Behind the rows that are in flight, an entry that comes from DRAM takes microseconds.
-        int fetched = work.first * TILE_TOKENS;
-        const auto fetch = [&] {
-            if (fetched + lane * 32 < end) prefetch_to_l1(list + fetched + lane * 32);
-            fetched += LIST_AHEAD;
-        };
+    const int* list;
+    int position, end, fetched;
+    // Behind the rows that are in flight, an entry that comes from DRAM takes microseconds.
+    const auto fetch = [&] {
+        if (fetched + lane * 32 < end) prefetch_to_l2(list + fetched + lane * 32);
+        fetched += LIST_AHEAD;
+    };
+    const auto next_work = [&] {
+        if (!work_tiles.next(work)) return false;
+        list = static_cast<const int*>(p.indices) + work.request * p.indices_stride;
+        end = min(work.last * TILE_TOKENS, work.kv_len);
+        fetched = position = work.first * TILE_TOKENS;
+        return true;
+    };
+    const auto entry = [&](int i) { return i + lane < end ? list[i + lane] : -1; };
+    bool more = next_work();
+    int largest = -1;  // slot
+    // Copies go past the last row of a work tile.
+    for (int i = lane; i < ROW_RING / WARPS; i += 32)
+        ring[(i / RING_SHARE * WARPS + warp) * RING_SHARE + i % RING_SHARE] = p.kv_cache;
+    __syncwarp();
+    while (more) {
+        int next[2] = {entry(position), entry(position + 32)};
         fetch();
-        int next[2] = {entry(work.first * TILE_TOKENS), entry(work.first * TILE_TOKENS + 32)};
         begin(work);
-        int head = 0, count = 0;  // of the slots in the ring
+        uint32_t head = 0;  // of the rows in the ring
+        int count = 0;
 #pragma unroll 1
-        for (int position = work.first * TILE_TOKENS; position < end; position += TILE_TOKENS) {
-            if (position + LIST_AHEAD >= fetched) fetch();
+        for (bool last = false; !last;) {
+            if (count <= TILE_TOKENS && position < end) {
+                position += TILE_TOKENS;
+                if (position + LIST_AHEAD > fetched) fetch();
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const int slot = next[half];
-                next[half] = entry(position + TILE_TOKENS + half * 32);
-                if (slot >= p.rows && reports) report_invalid_slot(p);
-                const bool names_row = slot >= 0 && slot < p.rows;
-                const uint32_t naming = __ballot_sync(~0u, names_row);
-                if (names_row) ring[(head + count + __popc(naming & ((1u << lane) - 1))) % SLOT_RING] = slot;
-                count += __popc(naming);
+                for (int half = 0; half < 2; ++half) {
+                    const int slot = next[half];
+                    largest = max(largest, slot);
+                    const bool names_row = static_cast<uint32_t>(slot) < static_cast<uint32_t>(p.rows);
+                    const uint32_t naming = __ballot_sync(~0u, names_row);
+                    const uint32_t at = head + count + __popc(naming & ((1u << lane) - 1));
+                    if (names_row && at / RING_SHARE % WARPS == warp) ring[at % ROW_RING] = row_address(p, slot);
+                    count += __popc(naming);
+                }
+                // after the entries of before are used: else they would be moved, which waits for these
+#pragma unroll
+                for (int half = 0; half < 2; ++half) next[half] = entry(position + half * 32);
+                __syncwarp();
+                continue;
             }
-            __syncwarp();
-            if (count > TILE_TOKENS) {  // then this tile is not the last
-                copy(head, TILE_TOKENS, 0);
-                head = (head + TILE_TOKENS) % SLOT_RING;
-                count -= TILE_TOKENS;
+            last = count <= TILE_TOKENS;
+            if (last) {
+                more = next_work();
+                if (more) fetch();  // behind the rows of this work tile
             }
+            copy(head, min(count, TILE_TOKENS), last ? LAST_TILE : 0);
+            head += TILE_TOKENS;
+            count -= TILE_TOKENS;
         }
-        copy(head, count, LAST_TILE);
     }
+    if (warp == 0 && largest >= p.rows) report_invalid_slot(p);
 }
 
 DEVICE void report_invalid_lengths(const Params& p, int thread, int threads) {

@@ -7,9 +7,10 @@
 namespace paged_mla_decode {
 
 constexpr int OWN_ROWS = TILE_TOKENS / PRODUCER_WARPS;  // of a tile, that a warp copies
+static_assert(OWN_ROWS == RING_SHARE);
 constexpr int STAGE_WARPS = PRODUCER_WARPS / STAGES_OF_TILE;  // that fill a stage together
 
-// Neighbouring warps fill every second stage, the first of them those of the queries too.
+// Neighbouring warps fill every second stage.
 DEVICE void load(const Params& p, SharedStorage& shared) {
     const int warp = __shfl_sync(~0u, (threadIdx.x - FIRST_PRODUCER_THREAD) / 32, 0), lane = threadIdx.x % 32;
     const int half = warp / STAGE_WARPS, first = warp * OWN_ROWS;
@@ -17,16 +18,15 @@ DEVICE void load(const Params& p, SharedStorage& shared) {
     PipelineState<STAGES> kv_state;
     kv_state.advance(half);
     const auto begin = [&](const WorkTile& work) {
-        if constexpr (!QUERIES_IN_STAGE) return;
-        if (half == 0) {
+        if (half < QUERY_STAGES) {
             wait_barrier(shared.empty[kv_state.index], kv_state.phase ^ 1);
             copy_queries(p, work, shared_address(shared.stages[kv_state.index]),
                          shared_address(&shared.full[kv_state.index]), warp);
         }
-        kv_state.advance();
+        kv_state.advance(QUERY_STAGES);
     };
-    const auto copy = [&](int head, int count, uint32_t last) {
-        const int own = min(max(count - first, 0), OWN_ROWS);
+    const auto copy = [&](uint32_t head, int count, uint32_t last) {
+        const int own = copied_rows(min(max(count - first, 0), OWN_ROWS));
         const uint32_t full = shared_address(&shared.full[kv_state.index]);
         wait_barrier(shared.empty[kv_state.index], kv_state.phase ^ 1);
         if (lane == 0) {
@@ -34,15 +34,12 @@ DEVICE void load(const Params& p, SharedStorage& shared) {
             mbarrier_arrive_expect_bytes(full, own * ROW_BYTES);
         }
         __syncwarp();
-        const void* const source =
-            row_address(p, shared.slots[warp][(head + first + lane) % SLOT_RING]);  // any, for lanes without one
-        copy_rows<OWN_ROWS>(
-            source, own, shared_address(shared.stages[kv_state.index]) + warp % STAGE_WARPS * OWN_ROWS * KEY_PITCH,
-            full, policy);
+        copy_rows(shared_address(&shared.rows_to_copy[(head + first) % ROW_RING]), own,
+                  shared_address(shared.stages[kv_state.index]) + warp % STAGE_WARPS * OWN_ROWS * KEY_PITCH, full, policy);
         __syncwarp();
         kv_state.advance(STAGES_OF_TILE);
     };
-    walk_lists(p, ClusterTileIterator(p), shared.slots[warp], warp == 0, begin, copy);
+    walk_lists<PRODUCER_WARPS>(p, ClusterTileIterator(p), shared.rows_to_copy, warp, begin, copy);
 }
 
 }  // namespace paged_mla_decode

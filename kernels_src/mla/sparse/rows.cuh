@@ -14,7 +14,8 @@ static_assert(ROW_BYTES % 16 == 0, "pieces of a bulk copy");
 
 // A tile of the pipeline has its keys, of which only the last of a work tile may have fewer than TILE_TOKENS, and this.
 constexpr uint32_t LAST_TILE = 1u << 31;
-constexpr int SLOT_RING = 2 * TILE_TOKENS;
+// Rows that are still to be copied wait in a ring, of which each producer warp has every so many-th RING_SHARE.
+constexpr int ROW_RING = 2 * TILE_TOKENS, RING_SHARE = 16;
 
 DEVICE uint32_t multiply_fp16(uint32_t a, uint32_t b) {
     const __half2 product = __hmul2(*reinterpret_cast<const __half2*>(&a), *reinterpret_cast<const __half2*>(&b));

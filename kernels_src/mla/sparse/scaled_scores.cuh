@@ -6,64 +6,32 @@
 
 namespace paged_mla_decode {
 
-constexpr int BLOCK_LOADS = LATENT / 32 / SCALE_BLOCKS, BLOCK_STEPS = 2 * BLOCK_LOADS, ROPE_STEPS = ROPE / 16;
+// Products are issued in groups.
+constexpr int GROUP_STEPS = 4, GROUP_LOADS = GROUP_STEPS / 2;  // a load has two steps of e4m3, one of bf16
+constexpr int BLOCK_GROUPS = LATENT / SCALE_BLOCKS / 16 / GROUP_STEPS, LATENT_GROUPS = SCALE_BLOCKS * BLOCK_GROUPS;
+constexpr int ROPE_STEPS = ROPE / 16;
 static_assert(SCALE_BLOCKS == 4, "the scales of a key are one load");
+static_assert(ROPE_STEPS == 2 * GROUP_LOADS);
 
-// Copies a quarter of the queries per warp to shared memory as the B operand, and converts their latent columns to fp16
-// as convert_queries does; rope columns stay bf16. Rows that do not exist become zero.
-DEVICE void load_scaled_queries(const Params& p, const WorkTile& work, SharedStorage& shared, int warp) {
-    constexpr int OWN = ROWS / QK_WARPS, CHUNKS = COLUMNS / 8;
-    const int lane = threadIdx.x % 32;
-    const auto address = [&](int row, int chunk) {
-        return shared_address(shared.q) + chunk / 8 * QUERY_BOX_BYTES + row * 128 + (chunk % 8 ^ row % 8) * 16;
-    };
-#pragma unroll 4
-    for (int row = warp * OWN; row < (warp + 1) * OWN; ++row) {
-        const bool exists = row < work.rows;
-        const uint16_t* const source =
-            static_cast<const uint16_t*>(p.q) +
-            row_offset(work, exists ? row : 0, p.heads, p.q_token_stride, p.q_head_stride);
-#pragma unroll
-        for (int chunk = lane; chunk < CHUNKS; chunk += 32)
-            cp_async_16_zero_fill(address(row, chunk), source + chunk * 8, exists ? 16 : 0);
-    }
-    cp_async_wait_all();
-    __syncwarp();
-#pragma unroll 1
-    for (int row = warp * OWN; row < (warp + 1) * OWN; ++row) {
-        const uint4 low = load_shared_uint4(address(row, 2 * lane));
-        const uint4 high = load_shared_uint4(address(row, 2 * lane + 1));
-        const uint32_t own[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-        uint32_t largest = 0;  // magnitudes in both halves; those of bf16 are ordered like integers
-#pragma unroll
-        for (int i = 0; i < 8; ++i) largest = __vmaxu2(largest, own[i] & 0x7fff7fff);
-        largest = __reduce_max_sync(~0u, max(largest & 0xffff, largest >> 16));
-        const int exponent = largest > 0 ? fp16_range_exponent(largest >> 7) : 0;
-        const float factor = power_of_two(-exponent);
-        uint32_t two[8];
-        bf16_to_fp16_as_e4m3(own, factor, two);
-        store_shared_uint4(address(row, 2 * lane), make_uint4(two[0], two[1], two[2], two[3]));
-        store_shared_uint4(address(row, 2 * lane + 1), make_uint4(two[4], two[5], two[6], two[7]));
-        if (lane == 0) shared.query_scale[row] = power_of_two(exponent);
-    }
-    fence_async_proxy();
-    named_barrier_sync<QK_WARPS * 32>(QK_BARRIER);
-}
-
-// `row` is the address of the lane's key in the tile, as ldmatrix takes it; `scales` that of the scales of its scores'
-// first key.
-DEVICE void multiply_scaled_keys(uint32_t row, uint32_t scales, const SharedStorage& shared, float scale_log2,
-                                 Scores& s) {
-    uint32_t raw[2][BLOCK_LOADS][4], a[2][BLOCK_STEPS][4];
+// Scores of 16 keys per warp. While a group's products are in flight, the keys of the next are converted, and before the
+// first are, `meanwhile` is called. `row` is the address of the lane's key in the tile, as ldmatrix takes it; `scales` that
+// of the scales of its scores' first key.
+template <class Meanwhile>
+DEVICE void multiply_scaled_keys(uint32_t row, uint32_t scales, const SharedStorage& shared, float scale_log2, Scores& s,
+                                 Meanwhile meanwhile) {
+    uint32_t raw[2][GROUP_LOADS][4], a[2][GROUP_STEPS][4];
     float sums[2][ROWS / 2];
-    const uint64_t queries = k_major_descriptor(warp_uniform(shared_address(shared.q)));
+    // 32 bits, of which the compiler must know none: it would mask those of each operand.
+    const uint32_t queries = warp_uniform(static_cast<uint32_t>(k_major_descriptor(shared_address(shared.q))));
     const auto operand = [&](int step) {
-        return advance_descriptor(queries, step / 4 * QUERY_BOX_BYTES + step % 4 * 32);
+        const uint32_t offset = step / 4 * QUERY_BOX_BYTES + step % 4 * 32;
+        return (k_major_descriptor(0) & 0xffffffff00000000) | (queries + (offset >> 4));
     };
-    const auto load = [&](int block) {  // that behind the latent ones: the rope columns
+    const auto load = [&](int group) {  // those behind the latent ones are of rope columns
+        const uint32_t at = group < LATENT_GROUPS ? row + group * GROUP_LOADS * 32
+                                                  : row + ROPE_BYTE + (group - LATENT_GROUPS) * GROUP_LOADS * 32;
 #pragma unroll
-        for (int i = 0; i < BLOCK_LOADS; ++i)
-            ldmatrix_x4(raw[block % 2][i], row + (block < SCALE_BLOCKS ? block * 128 : ROPE_BYTE) + i * 32);
+        for (int i = 0; i < GROUP_LOADS; ++i) ldmatrix_x4(raw[group % 2][i], at + i * 32);
     };
     load(0);
     const uint4 scale_bits[2] = {load_shared_uint4(scales), load_shared_uint4(scales + 8 * KEY_PITCH)};
@@ -80,31 +48,44 @@ DEVICE void multiply_scaled_keys(uint32_t row, uint32_t scales, const SharedStor
         }
     };
 #pragma unroll
-    for (int block = 0; block < SCALE_BLOCKS; ++block) {
-        load(block + 1);
+    for (int group = 0; group < LATENT_GROUPS; ++group) {
+        const int block = group / BLOCK_GROUPS;
+        load(group + 1);
 #pragma unroll
-        for (int step = 0; step < BLOCK_STEPS; ++step) {
-            const uint32_t(&from)[4] = raw[block % 2][step / 2];
-            uint32_t(&k)[4] = a[block % 2][step];
+        for (int step = 0; step < GROUP_STEPS; ++step) {
+            const uint32_t(&from)[4] = raw[group % 2][step / 2];
+            uint32_t(&k)[4] = a[group % 2][step];
             e4m3_to_fp16(from[step % 2 * 2], k[0], k[2]);
             e4m3_to_fp16(from[step % 2 * 2 + 1], k[1], k[3]);
         }
         wgmma_fence();
-        wgmma<true, false, false>(sums[block % 2], a[block % 2][0], operand(block * BLOCK_STEPS));
 #pragma unroll
-        for (int step = 1; step < BLOCK_STEPS; ++step)
-            wgmma<true, false>(sums[block % 2], a[block % 2][step], operand(block * BLOCK_STEPS + step));
+        for (int step = 0; step < GROUP_STEPS; ++step) {
+            const uint64_t b = operand(group * GROUP_STEPS + step);
+            if (group % BLOCK_GROUPS == 0 && step == 0)
+                wgmma<true, false, false>(sums[block % 2], a[group % 2][step], b);
+            else
+                wgmma<true, false>(sums[block % 2], a[group % 2][step], b);
+        }
         wgmma_commit();
-        if (block == 0) continue;
+        if (group == 0) {
+            meanwhile();
+            continue;
+        }
         wgmma_wait<1>();
-        add_sums(block - 1);
+        if (group % BLOCK_GROUPS == 0) add_sums(block - 1);
     }
-    static_assert(ROPE_STEPS == BLOCK_LOADS && SCALE_BLOCKS % 2 == 0, "rope columns are loaded as a block");
-    wgmma_fence();
-    wgmma<false, false, false>(sums[0], raw[0][0], operand(LATENT / 16));
 #pragma unroll
-    for (int step = 1; step < ROPE_STEPS; ++step)
-        wgmma<false, false>(sums[0], raw[0][step], operand(LATENT / 16 + step));
+    for (int step = 0; step < ROPE_STEPS; ++step) {
+        const int group = LATENT_GROUPS + step / GROUP_LOADS;
+        if (step == 0) load(group + 1);
+        if (step % GROUP_LOADS == 0) wgmma_fence();
+        const uint32_t(&k)[4] = raw[group % 2][step % GROUP_LOADS];
+        if (step == 0)
+            wgmma<false, false, false>(sums[0], k, operand(LATENT / 16 + step));
+        else
+            wgmma<false, false>(sums[0], k, operand(LATENT / 16 + step));
+    }
     wgmma_commit();
     wgmma_wait<1>();
     add_sums(SCALE_BLOCKS - 1);
@@ -127,56 +108,65 @@ DEVICE void load_scales(uint32_t key, bool exists, float (&scale)[2]) {
     scale[0] = exists ? two.x : 0.f, scale[1] = exists ? two.y : 0.f;
 }
 
-// The first tile of all is preceded by a warm-up, while the first keys are in flight: it fetches from DRAM the code that
-// the tile would wait for. Its keys are what memory for the merge holds, which nothing is sent to before the warm-up
-// ends.
+// The first pass is a warm-up, while the first queries and keys are in flight: it fetches from DRAM the code around the
+// products, each warp a part of it.
 DEVICE void score(const Params& p, SharedStorage& shared) {
     const int lane = threadIdx.x % 32;
     const int warp = __shfl_sync(~0u, (threadIdx.x - FIRST_QK_THREAD) / 32, 0);
     const int half = warp / (KEY_WARPS / STAGES_OF_TILE), first_key = warp * 16;
     const int stage_key = first_key % (TILE_TOKENS / STAGES_OF_TILE);
-    const uint32_t scratch = shared_address(&shared.merge);
-    static_assert(sizeof(shared.merge) >= 16 * KEY_PITCH);
     const float scale_log2 = softmax_scale_log2(p);
+    // in the warm-up
+    const bool raises = warp == 0, merges = warp == 1, checks = warp == 2, sums = warp == 3;
     PipelineState<STAGES> kv_state;
     PipelineState<P_STAGES> p_state;
     uint32_t sums_parity = 0;
-    bool warmup = true;
+    RowMerge row_merge;
     ClusterTileIterator work_tiles(p);
     WorkTile work;
-    while (work_tiles.next(work)) {
-        if (work_tiles.begins_output_tile()) load_scaled_queries(p, work, shared, warp);
-        Rows rows;
+    work.rows = work.row_tile = work.q_begin = 0;
+    bool first = true;
 #pragma unroll 1
-        for (bool last = false, first = true; !last; first = warmup, warmup = false) {
-            if (first) {
+    for (bool warmup = true; warmup || work_tiles.next(work); warmup = false) {
+        if (!warmup) {
+            take_queries(first, kv_state, work.rows, shared, warp);
+            first = false;
+            kv_state.advance(QUERY_STAGES);
+        }
+        Rows rows;
 #pragma unroll
-                for (int i = 0; i < ROW_EIGHTS * 2; ++i)
-                    rows.maximum[i / 2][i % 2] = LOWEST, rows.sum[i / 2][i % 2] = 0.f;
-                for (int i = 0; i < 2; ++i) rows.unit[i] = power_of_two(-100);
-            }
-            uint32_t tile = 0;
+        for (int i = 0; i < ROW_EIGHTS * 2; ++i) rows.maximum[i / 2][i % 2] = LOWEST, rows.sum[i / 2][i % 2] = 0.f;
+        for (int i = 0; i < 2; ++i) rows.unit[i] = power_of_two(-100);
+#pragma unroll 1
+        for (bool last = false; !last;) {
+            uint32_t tile = LAST_TILE;
+            Scores s;
             if (!warmup) {
                 kv_state.advance(half);
                 wait_barrier(shared.full[kv_state.index], kv_state.phase);
                 tile = shared.tile[kv_state.index];
+                const uint32_t stage = shared_address(shared.stages[kv_state.index]);
+                const bool exists = first_key + lane / 2 < (tile & ~LAST_TILE);
+                load_scales(stage + stage_offset(0, stage_key + lane / 2), exists, rows.scale);
+                multiply_scaled_keys(stage + stage_offset(lane / 16 * 16, stage_key + lane % 16),
+                                     stage + stage_offset(SCALE_BYTE, stage_key + lane / 4), shared, scale_log2, s,
+                                     [&] { wait_barrier(shared.p_empty[p_state.index], p_state.phase ^ 1); });
             }
             last = tile & LAST_TILE;
             const int valid = tile & ~LAST_TILE;
-            const uint32_t stage = (warmup ? scratch : shared_address(shared.stages[kv_state.index])) -
-                                   (warmup ? stage_key * KEY_PITCH : 0);
-            Scores s;
-            load_scales(stage + stage_offset(0, stage_key + lane / 2), first_key + lane / 2 < valid, rows.scale);
-            multiply_scaled_keys(stage + stage_offset(lane / 16 * 16, stage_key + lane % 16),
-                                 stage + stage_offset(SCALE_BYTE, stage_key + lane / 4), shared, scale_log2, s);
-            if (valid < TILE_TOKENS) mask_missing(valid, warp, s);
-            publish_check(s, rows, warp, shared.score_check[p_state.index], warmup);
-            publish_probabilities(s, warp, p_state, shared, rows, warmup);
+            if (!warmup || checks) {
+                if (valid < TILE_TOKENS) mask_missing(valid, warp, s);
+                publish_check(s, rows, warp, shared.score_check[p_state.index], warmup);
+            }
+            if (!warmup || checks || raises)
+                publish_probabilities(s, warp, p_state, shared, rows, warmup, raises);
             if (!warmup) kv_state.advance(STAGES_OF_TILE - half), p_state.advance();
-            if (!last && !warmup) continue;
-            publish_sums(rows, warp, sums_parity, shared, warmup);
         }
+        if (!warmup || sums) publish_sums(rows, warp, sums_parity, shared, warmup);
+        if (warmup ? merges : warp == 0) row_merge.next(p, work_tiles, work, shared, warmup);
+        if (warmup) cluster_arrive_relaxed();  // the other CTAs may send to this one
     }
+    row_merge.join();
 }
 
 }  // namespace paged_mla_decode

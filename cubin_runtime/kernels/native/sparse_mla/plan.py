@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ....launch.plan import LaunchAttributes
+from ....launch.plan import LARGEST_PORTABLE_CLUSTER, LaunchAttributes
 from ....launch.workspace import Region
 from ....values import dataclass
 from ..constants import ATTENTION_TYPES, CONSTANTS
@@ -73,6 +73,7 @@ def sparse_mla_launch(
         grid=selection.grid(problem),
         attributes=LaunchAttributes(
             cluster=(selection.cluster_size, 1, 1) if selection.cluster_size > 1 else None,
+            nonportable_cluster=selection.cluster_size > LARGEST_PORTABLE_CLUSTER,
             programmatic_serialization=problem.programmatic_serialization,
         ),
         values={

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from ....artifacts.tables.native_kernels import NativeKernel
 from ....launch.driver import DeviceFacts
+from ....launch.plan import LARGEST_PORTABLE_CLUSTER
 from ....values import HashedOnce, dataclass
 from ...explanation import Facts
 from ..constants import CONSTANTS
@@ -27,6 +28,8 @@ _START_TILES, _MERGE_TILES, _BUSY_CTAS = 2.0, 2.0, 96
 # A cluster of more than two CTAs runs on multiprocessors of one GPC, and GPCs differ in size: of so many
 # multiprocessors, one is left over.
 _GPC_SHARE = 11
+# Of 8 GPCs of at most 18 multiprocessors, some have 16 where all have so many together: room for a cluster of 16 CTAs.
+_NONPORTABLE_MULTIPROCESSORS = 132
 # With batch_invariant the parts of a list, so that neither the tokens nor its width decide.
 _INVARIANT_PARTS = 4
 
@@ -135,7 +138,10 @@ def _cluster_grid(
 ) -> _Grid:
     """Clusters of the size that is fastest by ``_cluster_tiles``, which compute as many output tiles each."""
     output_tiles = shape.batch * row_tiles
-    sizes = [1 << log2 for log2 in range(int(kernel.traits["max_cluster"]).bit_length())]
+    most = int(kernel.traits["max_cluster"])
+    if device.multiprocessors < _NONPORTABLE_MULTIPROCESSORS:
+        most = min(most, LARGEST_PORTABLE_CLUSTER)
+    sizes = [1 << log2 for log2 in range(most.bit_length())]
     splits = 0
     if shape.batch_invariant:
         splits = _INVARIANT_PARTS
