@@ -412,8 +412,8 @@ WORDS = {
     "engines in turns. fp8: `kv_cache_dtype=fp8`, else bf16.",
     "cache_dtypes_lists": "As above, over lists of up to 2,048 rows; `fp8_ds_mla`: a cache of rows of 656 bytes, else "
     "bf16. Prompts of 1,024 tokens run on vLLM's MLA prefill in all engines; those of 7,000 tokens over bf16 rows with "
-    "128 heads on FlashMLA in both. Ours did not yet tell it the lengths of lists, nor join queries by vLLM's kernel. "
-    "With 8 layers decodes wait for the host, and rounds of one engine differ by more than attention takes.",
+    "128 heads on FlashMLA in both. Two rounds: where prompts are short, and in decodes, which wait for the host, "
+    "those of one engine differ by more than attention takes.",
     "tokens_fp8": "`kv_cache_dtype=fp8` with scales of 1; as above.",
     "tokens_lists": "Mean error of the chosen token's logprob, as above. The engine's indexer scores keys in e4m3 with "
     "DeepGEMM, so beyond the lists' length float32 chooses other keys than all backends do; with random weights that "
