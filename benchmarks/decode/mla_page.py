@@ -109,8 +109,8 @@ def sparse_soak(report: Report) -> str:
             f"{report['seconds']:.0f} seconds, {len(lines)} streams replay graphs side by side, each replay with other "
             "lists and lengths: without holes, with some, with nothing else, and empty. At each comparison a call must "
             "give the bits of the replay, and four tokens are compared with float64: norm of the difference over that "
-            f"of the output. In the last three quarters of the time the memory in use changed by {growth['device']:,} "
-            f"bytes on the device and {growth['host']:,} in the process. Data: "
+            "of the output. From the second to the last third of the time the median of the memory in use changed by "
+            f"{growth['device']:,} bytes on the device and {growth['host']:,} in the process. Data: "
             "[`sparse_mla_soak.json`](../../benchmarks/results/sparse_mla_soak.json).",
             table(heads, lines),
         )
