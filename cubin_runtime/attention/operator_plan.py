@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from ..errors import DeviceError, UsageError
 from ..kernels.native.constants import StatusBit
 from ..kernels.native.launches import STATUS, NativeLaunch
-from ..launch.plan import LaunchPlan
+from ..launch.modules import LoadedKernel
+from ..launch.plan import LaunchPlan, launch_config
 from ..launch.prepared import OtherContextError, PreparedLaunches, RepeatedLaunches
 from ..launch.streams import stream_handle
 from ..launch.structs import FieldRow
@@ -345,12 +346,22 @@ class OperatorPlan:
                 f"on device {device}, the plan is for tensors on device {self.device}", argument="workspace"
             )
         names = (*self.operator.values, *(region.name for region in self.regions), *self.operator.numbers)
+        kernels = [runtime.load(launch.selection.kernel, context, stream) for launch in self.launches]
         prepared = PreparedLaunches(
-            [launch.plan for launch in self.launches],
-            [runtime.load(launch.selection.kernel, context, stream) for launch in self.launches],
+            [
+                self._fitting(launch.plan, launch.portable, kernel, context) if launch.portable else launch.plan
+                for launch, kernel in zip(self.launches, kernels, strict=True)
+            ],
+            kernels,
             self.driver,
             names,
             resident=self.operator.resident,
             descriptors=runtime.descriptors,
         )
         return self._prepared.setdefault(context, prepared)
+
+    def _fitting(self, plan: LaunchPlan, portable: LaunchPlan, kernel: LoadedKernel, context: int) -> LaunchPlan:
+        """``plan``, or the portable one: a green context may have no room for a cluster of ``plan``."""
+        config = launch_config(plan.grid, plan.block, plan.shared_bytes, plan.attributes)
+        with self.driver.using(context):
+            return plan if self.driver.active_clusters(kernel.function, config) else portable

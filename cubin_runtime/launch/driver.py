@@ -514,8 +514,13 @@ class Driver:
         return tuple(parameters)
 
     def active_clusters(self, function: int, config: api.LaunchConfig) -> int:
-        """Count the clusters of the launch ``config`` that can be resident on the device at once."""
-        return self.out_int("cuOccupancyMaxActiveClusters", function, ctypes.addressof(config))
+        """Count the clusters of the launch ``config`` that the current context has room for at once."""
+        try:
+            return self.out_int("cuOccupancyMaxActiveClusters", function, ctypes.addressof(config))
+        except DriverCallError as error:
+            if error.code != api.INVALID_CLUSTER_SIZE:
+                raise
+            return 0
 
     def encode_tiled(self, *, address: int, **words: Any) -> bytes:
         """The 128 bytes of a tiled TMA descriptor; arguments and rules as in ``tensormap.TensorMapSpec``.

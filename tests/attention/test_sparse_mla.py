@@ -13,6 +13,7 @@ from cubin_runtime.attention.backends import BackendError
 from cubin_runtime.errors import UsageError
 from cubin_runtime.kernels.native.problem import LOG2_E
 from cubin_runtime.kernels.native.sparse_mla.params import SPARSE_MLA_DECODE
+from cubin_runtime.launch.driver_api import INVALID_CLUSTER_SIZE
 from cubin_runtime.testing import StandIn
 from tests.attention.attention_examples import H200
 from tests.attention.sparse_mla_examples import HEADS, PAGE, PAGES, TOKENS, WIDTH, cache, sparse_call, view
@@ -168,6 +169,19 @@ def test_clusters_are_portable_where_no_gpc_surely_holds_a_larger_one(stub_runti
     smaller = replace(H200, multiprocessors=131)
     plan = plan_sparse_mla_decode(**tokens_of(1, 2048), runtime=stub_runtime, device_facts=smaller)
     assert plan.launches[0].plan.grid == (8, 1, 1)
+
+
+@pytest.mark.parametrize(("room", "refusal", "size"), [(7, None, 16), (0, None, 8), (7, INVALID_CLUSTER_SIZE, 8)])
+def test_clusters_are_portable_in_a_context_without_room_for_larger_ones(
+    stub_runtime: Runtime, standin: StandIn, room: int, refusal: int | None, size: int
+) -> None:
+    standin.describe("H200", H200.capability, 132, 228 << 10, 50 << 20, room)
+    if refusal is not None:
+        standin.fail("cuOccupancyMaxActiveClusters", refusal)
+    sparse_mla_decode(**tokens_of(1, 2048), runtime=stub_runtime)
+    assert len(standin.calls("cuOccupancyMaxActiveClusters")) == 1
+    (launched,) = standin.calls("cuLaunchKernelEx")
+    assert (launched.seen["cluster"], launched.seen["grid"]) == (f"{size},1,1", f"{size},1,1")
 
 
 def test_no_more_clusters_run_than_find_a_place(stub_runtime: Runtime) -> None:

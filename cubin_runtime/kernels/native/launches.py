@@ -33,11 +33,15 @@ class KernelFile:
 
 @dataclass(frozen=True, slots=True)
 class NativeLaunch(Generic[SelectionT_co]):
-    """One launch of an operator: what was chosen for it and why, its plan, and its parts of the workspace."""
+    """One launch of an operator: what was chosen for it and why, its plan, and its parts of the workspace.
+
+    ``portable`` is launched in a context that has no room for the plan's clusters.
+    """
 
     selection: SelectionT_co
     plan: LaunchPlan
     regions: tuple[Region, ...]
+    portable: LaunchPlan | None = None
 
 
 def scratch_regions(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from ....launch.plan import LARGEST_PORTABLE_CLUSTER, LaunchAttributes
+from dataclasses import replace
+
+from ....launch.plan import LARGEST_PORTABLE_CLUSTER, LaunchAttributes, LaunchPlan
 from ....launch.workspace import Region
 from ....values import dataclass
 from ..constants import ATTENTION_TYPES, CONSTANTS
@@ -87,7 +89,15 @@ def sparse_mla_launch(
         why=selection,
         numbers=NUMBERS,
     )
-    return NativeLaunch(selection, plan, regions)
+    return NativeLaunch(selection, plan, regions, _portable(plan))
+
+
+def _portable(plan: LaunchPlan) -> LaunchPlan | None:
+    """The plan with clusters that every context has room for, if its own are larger: the kernel takes both."""
+    if not plan.attributes.nonportable_cluster:
+        return None
+    attributes = replace(plan.attributes, cluster=(LARGEST_PORTABLE_CLUSTER, 1, 1), nonportable_cluster=False)
+    return replace(plan, grid=(LARGEST_PORTABLE_CLUSTER, *plan.grid[1:]), attributes=attributes)
 
 
 def sparse_mla_regions(selection: SparseMlaSelection, problem: SparseMlaProblem) -> tuple[Region, ...]:
