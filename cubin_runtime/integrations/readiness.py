@@ -12,6 +12,7 @@ from ..attention.operator_plan import OperatorPlan
 from ..attention.operators.context_attention import plan_context_attention
 from ..attention.operators.merge_states import plan_merge_states
 from ..attention.operators.paged_decode import plan_paged_decode
+from ..kernels.native.prefill.select import most_copy_bytes
 from .paged_batch import LayerOptions, PagedBatch, Part, attend, decodes_directly
 from .scratch import Limits, load, shared_scratch
 
@@ -45,6 +46,10 @@ def reserve(
     arguments = (q, kv_heads, page_size, kv_layout, options, limits, cache_dtype)
     plans = list(_plans(*arguments) if world == 1 else _dealt_plans(*arguments, world))
     scratch.cover(plans, limits)
+    if any(region.lent for plan in plans for region in plan.regions):
+        keys_and_values = 2 * limits.keys * kv_heads * q.shape[2] * q.element_size()
+        lent = most_copy_bytes(min(limits.requests, limits.tokens), keys_and_values)
+        scratch.lent = max(scratch.lent, lent)
     scratch.ready.add(kind)
     kinds = (f"head_dim {q.shape[2]}, {q.shape[1]} heads on {kv_heads}", f"window {options.window_left + 1}")
     named = kinds if options.window_left >= 0 else kinds[:1]

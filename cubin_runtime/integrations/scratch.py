@@ -33,6 +33,7 @@ class SharedScratch:
         self._sizes = (0, 0)
         self._limits: Limits = Limits(0, 0, 0)
         self._workspaces: dict[int, SemaphoreWorkspace] = {}
+        self.lent = 0  # bytes that a launch takes of the engine's memory beside, at most
         self.ready: set[Hashable] = set()  # the work that layers noted as done
 
     def serve(self, stream: int) -> None:

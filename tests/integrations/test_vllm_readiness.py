@@ -13,6 +13,8 @@ import pytest
 torch = pytest.importorskip("torch")
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not importable (tools/stage_engines.py, make test-engines)", allow_module_level=True)
+from torch.overrides import TorchFunctionMode  # noqa: E402
+
 # isort: off
 from tests.integrations.vllm_steps import BACKEND, BF16, BLOCK, DIM, HEADS, KV_HEADS, MAX_LEN  # noqa: E402
 from tests.integrations.vllm_steps import builder, cache, layer, speculative, step  # noqa: E402
@@ -32,17 +34,23 @@ def ready(hopper: Runtime, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def measured(monkeypatch: pytest.MonkeyPatch, drafts: int | None = None) -> Any:
     """A layer while the engine measures its memory, running the model without metadata and without a cache."""
+    configure(monkeypatch, REQUESTS, TOKENS, MAX_LEN, drafts)
+    made = layer(BACKEND)
+    run_dummy(made, torch.empty(0, dtype=BF16))
+    return made
+
+
+def configure(
+    monkeypatch: pytest.MonkeyPatch, requests: int, tokens: int, keys: int, drafts: int | None = None
+) -> None:
     config = SimpleNamespace(
-        scheduler_config=SimpleNamespace(max_num_seqs=REQUESTS, max_num_batched_tokens=TOKENS),
-        model_config=SimpleNamespace(max_model_len=MAX_LEN),
+        scheduler_config=SimpleNamespace(max_num_seqs=requests, max_num_batched_tokens=tokens),
+        model_config=SimpleNamespace(max_model_len=keys),
         cache_config=SimpleNamespace(block_size=BLOCK),
         speculative_config=speculative(drafts),
     )
     where = "cubin_runtime.integrations.vllm.backend.get_current_vllm_config_or_none"
     monkeypatch.setattr(where, lambda: config)
-    made = layer(BACKEND)
-    run_dummy(made, torch.empty(0, dtype=BF16))
-    return made
 
 
 def run_dummy(made: Any, kv_cache: Any) -> None:
@@ -118,6 +126,35 @@ def test_scratch_is_there_when_vllm_measures_its_memory_and_so_leaves_fewer_bloc
     allocations = len(standin.calls("cuMemAlloc"))
     run_dummy(made, cache())
     assert len(standin.calls("cuMemAlloc")) == allocations
+
+
+class Allocations(TorchFunctionMode):
+    """The bytes of tensors that are made like others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        if getattr(function, "__name__", "") == "new_empty":
+            self.sizes.append(made.nbytes)
+        return made
+
+
+@pytest.mark.parametrize(("keys", "copied"), [(8192, 5), (1 << 18, 2), (1 << 20, 0)])
+def test_a_copy_of_an_e4m3_cache_is_taken_and_returned_while_vllm_measures_its_memory(
+    hopper: Runtime, monkeypatch: pytest.MonkeyPatch, keys: int, copied: int
+) -> None:
+    tokens = 2048
+    configure(monkeypatch, 5, tokens, keys)
+    made = layer(BACKEND, kv_cache_dtype="fp8")
+    scales = SimpleNamespace(_k_scale=torch.ones(()), _v_scale=torch.ones(()))
+    for _ in range(2):  # every layer, as vLLM looks at its peak
+        with Allocations() as allocations:
+            arguments = (queries(tokens), None, None, torch.empty(0, dtype=torch.uint8), None)
+            made.forward(scales, *arguments, torch.zeros(tokens, HEADS, DIM, dtype=BF16))
+        assert allocations.sizes[-1] == copied * 2 * keys * KV_HEADS * DIM * BF16.itemsize
 
 
 def test_launches_share_one_scratch(ready: Any, standin: StandIn) -> None:

@@ -358,6 +358,8 @@ class CubinRuntimeImpl(AttentionImpl[PagedBatch]):  # type: ignore[misc]
             arguments = (query, self.num_kv_heads, self._page_size, "HND", self._options, self._limits)
             cache_dtype = torch.float8_e4m3fn if self.kv_cache_dtype in _E4M3_CACHES else None
             self._options = reserve(*arguments, LOGGER, cache_dtype, self.dcp_world_size)
+            if self._options.scratch is not None:
+                query.new_empty(self._options.scratch.lent, dtype=torch.uint8)  # which vLLM then leaves free
             if self._ranks is not None:
                 hold_a_dealt_step(query, self.dcp_world_size)
         elif self._ranks is None:

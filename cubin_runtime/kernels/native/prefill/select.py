@@ -107,6 +107,11 @@ class ContextShape:
         return math.ceil(self.head_packs / sections)
 
 
+def most_copy_bytes(requests: int, request_bytes: int) -> int:
+    """Bytes of the largest 16-bit copy of e4m3 caches of up to ``requests`` requests with as many bytes each."""
+    return min(requests, _CONVERSION_BYTES // request_bytes) * request_bytes
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextSelection(Selection):
     """The kernel chosen and how it is launched; ``row_tiles`` are those of all requests, at most."""
