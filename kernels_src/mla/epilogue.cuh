@@ -254,12 +254,12 @@ DEVICE void arrive(const Params& p, int counter) {
 }
 
 // Merges an output tile together with other CTAs: each warp takes units until none is left. A warp whose output tile is
-// incomplete waits for MERGE_WAIT_CYCLES and then leaves: no wait depends on what else runs.\nThe merge still happens,
+// incomplete waits for MERGE_WAIT_CYCLES and then leaves: no wait depends on what else runs. The merge still happens,
 // exactly once, before the counter returns to zero: the thread that arrives for its CTA reads the same address
 // afterwards, so that the CTA whose arrival is last sees all arrivals at its first look. It takes tickets until they
 // exceed the units; every lower ticket was taken by a warp that merges that unit. A warp's ticket beyond the units is
 // its departure; a warp that waited in vain departs without one. Each warp departs once for each partial, and the last
-// departure resets the counter for the next launch.\nSeeing all arrivals makes the partials readable; tickets and
+// departure resets the counter for the next launch. Seeing all arrivals makes the partials readable; tickets and
 // departures order nothing. The bits of a row do not depend on which warp merges it.
 DEVICE void merge_output_tile(const Params& p, const WorkTile& work, float* weights) {
     constexpr int WARPS = CONSUMERS / 32;

@@ -108,7 +108,10 @@ class ContextShape:
 
 
 def most_copy_bytes(requests: int, request_bytes: int) -> int:
-    """Bytes of the largest 16-bit copy of e4m3 caches of up to ``requests`` requests with as many bytes each."""
+    """Bytes of the largest 16-bit copy that is made of an e4m3 cache for up to ``requests`` requests.
+
+    ``request_bytes``: of a request's part of the copy.
+    """
     return min(requests, _CONVERSION_BYTES // request_bytes) * request_bytes
 
 
