@@ -363,5 +363,4 @@ class OperatorPlan:
     def _fitting(self, plan: LaunchPlan, portable: LaunchPlan, kernel: LoadedKernel, context: int) -> LaunchPlan:
         """``plan``, or the portable one: a green context may have no room for a cluster of ``plan``."""
         config = launch_config(plan.grid, plan.block, plan.shared_bytes, plan.attributes)
-        with self.driver.using(context):
-            return plan if self.driver.active_clusters(kernel.function, config) else portable
+        return plan if self.runtime.active_clusters(kernel, context, config) else portable

@@ -19,6 +19,7 @@ from ..kernels.native.launches import KernelFile
 from ..launch.abi import LaunchNeeds
 from ..launch.devices import device_ordinal
 from ..launch.driver import Driver
+from ..launch.driver_api import LaunchConfig
 from ..launch.modules import (
     KernelRequest,
     LoadedKernel,
@@ -157,6 +158,11 @@ class PlanRuntime:
         """A native kernel, loaded into ``context`` and gated; errors as ``ModuleCache.kernel``."""
         self.check_process()
         return self.modules.kernel(self.request(kernel, context), stream=stream)
+
+    def active_clusters(self, kernel: LoadedKernel, context: int, config: LaunchConfig) -> int:
+        """Count the clusters of a launch that ``context`` has room for at once."""
+        with self.driver.using(context):
+            return self.driver.active_clusters(kernel.function, config)
 
     def load_trtllm_gen(
         self, meta: KernelMeta, context: int, stream: int = 0, *, nonportable_cluster: bool = False

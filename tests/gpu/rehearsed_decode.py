@@ -65,6 +65,9 @@ class RehearsalPlanRuntime(PlanRuntime):
     def load(self, kernel: NativeKernel, context: int, stream: int = 0) -> Any:
         return kernel
 
+    def active_clusters(self, kernel: Any, context: int, config: Any) -> int:
+        return 1
+
 
 class RehearsalRuntime(Runtime):
     """A runtime whose kernels need no bytes."""

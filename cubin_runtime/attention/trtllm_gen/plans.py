@@ -125,14 +125,12 @@ class AttentionPlan:
         """Asks the driver how many clusters the device holds at once, which loads the kernel."""
 
         def ask(meta: KernelMeta, cluster: int, grid: tuple[int, int, int]) -> int:
-            driver = self.runtime.driver
-            context = driver.context_on(self._ordinal)
+            context = self.runtime.driver.context_on(self._ordinal)
             wide = cluster > LARGEST_PORTABLE_CLUSTER
             kernel = self.runtime.load_trtllm_gen(meta, context, nonportable_cluster=wide)
             attributes = LaunchAttributes(cluster=(cluster, 1, 1), scheduling_policy=1, nonportable_cluster=wide)
             config = launch_config(grid, (meta.threads, 1, 1), meta.shared_bytes, attributes)
-            with driver.using(context):
-                return driver.active_clusters(kernel.function, config)
+            return self.runtime.active_clusters(kernel, context, config)
 
         return ask
 
