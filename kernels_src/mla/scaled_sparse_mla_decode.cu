@@ -19,6 +19,7 @@
 namespace paged_mla_decode {
 
 static_assert(STAGE_KEYS == RING_SHARE);
+
 // A warpgroup that asks for more registers than are available waits forever.
 constexpr int PV_REGISTERS = 168, QK_REGISTERS = 112, PRODUCER_REGISTERS = 64;
 static_assert(2 * PV_REGISTERS + QK_REGISTERS + PRODUCER_REGISTERS <= THREADS / WARPGROUP * LAUNCH_REGISTERS);
@@ -40,7 +41,8 @@ DEVICE void load(const Params& p, const WorkRange& range, SharedStorage& shared,
                 mbarrier_arrive_expect_bytes(full, own * ROW_BYTES);
             }
             __syncwarp();
-            copy_rows(shared_address(&shared.rows_to_copy[(head + first) % ROW_RING]), own, shared_address(shared.kv[stages.index]), full, policy);
+            copy_rows(shared_address(&shared.rows_to_copy[(head + first) % ROW_RING]), own,
+                      shared_address(shared.kv[stages.index]), full, policy);
             __syncwarp();
             stages.advance(LIST_WARPS);
         }

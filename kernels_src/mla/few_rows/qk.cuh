@@ -23,8 +23,8 @@ using Scores = float[ROW_EIGHTS][4];  // for each 8 rows: keys lane / 4 and + 8,
 
 // Converts queries to fp16 in place for an e4m3 cache, a quarter of the rows per warp, in the order of the bytes of keys
 // (bf16_to_fp16_as_e4m3). A bf16 row is divided by the power of two that brings its largest magnitude below 2; its scores
-// are multiplied with it. In loops: code that runs once per work tile is fetched from DRAM, and unrolled it took longer than the first
-// keys.
+// are multiplied with it. In loops: code that runs once per work tile is fetched from DRAM, and unrolled it took longer
+// than the first keys.
 DEVICE void convert_queries(const Params& p, const WorkTile& work, SharedStorage& shared, uint32_t stage, int warp) {
     constexpr int OWN = ROWS / QK_WARPS, ROUNDS = (STEPS + 31) / 32;
     const int lane = threadIdx.x % 32;
@@ -114,7 +114,7 @@ DEVICE void multiply_keys(uint32_t keys, const Queries& q, AllScores& s) {
     for (int load = 0; load < LOADS; ++load) {
         if (load + AHEAD < LOADS)
             ldmatrix_x4(raw[(load + AHEAD) % (AHEAD + 1)], step_offset(keys, (load + AHEAD) * COLUMN_SHARES));
-        const uint32_t(&r)[4] = raw[load % (AHEAD + 1)];
+        const uint32_t (&r)[4] = raw[load % (AHEAD + 1)];
         if constexpr (KV_E4M3) {  // keys 0-7 and 8-15 of 16 columns, then of the next 16
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
@@ -134,7 +134,8 @@ DEVICE void multiply_keys(uint32_t keys, const Queries& q, AllScores& s) {
     for (int n = 0; n < 2; ++n)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            s[n][i] = COLUMN_SHARES > 1 ? chain[0][n][i] : (chain[0][n][i] + chain[CHAINS - 1][n][i]) * q.scale_of(n, i % 2);
+            s[n][i] =
+                COLUMN_SHARES > 1 ? chain[0][n][i] : (chain[0][n][i] + chain[CHAINS - 1][n][i]) * q.scale_of(n, i % 2);
         }
 }
 

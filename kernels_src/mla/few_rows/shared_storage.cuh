@@ -76,13 +76,10 @@ struct ScoreCheck {
 
 #if SPARSE
 // 16 rows of the output of a CTA consist of groups, which are what a warp product adds to: 16 columns of 8 rows. A CTA of
-// a cluster merges as many groups as any other; here are those of all CTAs, one CTA's after the other's, as lanes hold
+// a cluster merges as many groups as any other; it is sent those of all CTAs, one CTA's after the other's, as lanes hold
 // them.
 constexpr int OUTPUT_GROUPS = LATENT / 16 * 2;
 static_assert(MAX_CLUSTER <= 2 * CONSUMER_WARPS, "the groups of a warp are merged by at most two CTAs");
-struct MergeInput {
-    float4 sums[OUTPUT_GROUPS][32];
-};
 #endif
 
 struct SharedStorage {
@@ -95,7 +92,7 @@ struct SharedStorage {
 #if SPARSE
     uint32_t tile[STAGES];  // keys of the stage's tile (in both its stages), and LAST_TILE
     alignas(16) const void* rows_to_copy[ROW_RING];  // their addresses, in a ring
-    alignas(16) MergeInput merge;
+    alignas(16) float4 merge[OUTPUT_GROUPS][32];  // what the CTA merges
     // Of each CTA of the cluster the rows' maxima and sums, and then, in their place, by what its sums are multiplied to
     // be added to those of its neighbour, and with the first of two the weight of both.
     alignas(16) float2 row_parts[MAX_CLUSTER][ROWS];

@@ -138,7 +138,7 @@ DEVICE void store_groups(const Params& p, const WorkTile& work, int warp, const 
         store_as_type(p, [&](auto type) {
 #pragma unroll
             for (int m = 0; m < COLUMN_TILES; ++m) {
-                const float(&own)[4] = out[m][n];
+                const float (&own)[4] = out[m][n];
                 store_group<type>(p, rows, first_column(warp, m), make_float4(own[0], own[1], own[2], own[3]));
             }
         });
@@ -160,9 +160,9 @@ DEVICE void send_float4(uint32_t address, const float4& v, uint32_t barrier) {
 DEVICE void release_in_cta(uint64_t& barrier, int rank) {
     __syncwarp();
     if (threadIdx.x % 32 == 0)
-        asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(
-                         address_in_cta(shared_address(&barrier), rank))
-                     : "memory");
+        asm volatile(
+            "mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address_in_cta(shared_address(&barrier), rank))
+            : "memory");
 }
 
 // The same at the barrier of each CTA of the cluster.
@@ -181,24 +181,24 @@ DEVICE void send_groups(int warp, const Output& out, SharedStorage& shared, bool
         const int first = warp * GROUPS + half * PART, rank = first << log2 >> OUTPUT_GROUPS_LOG2;
         const bool merges = rank == cluster_rank();
         const int to_rank = warmup ? cluster_rank() : rank;
-        float4* const sums = &shared.merge.sums[cluster_rank() * own + first - rank * own][lane];
+        float4* const sums = &shared.merge[cluster_rank() * own + first - rank * own][lane];
         const uint32_t barrier = address_in_cta(shared_address(&shared.merge_full), to_rank);
         const uint32_t far_sums = address_in_cta(shared_address(sums), to_rank);
 #pragma unroll
         for (int i = 0; i < PART; ++i) {
             const int group = half * PART + i;
-            const float(&v)[4] = out[group / 2][group % 2];
+            const float (&v)[4] = out[group / 2][group % 2];
             const float4 four = make_float4(v[0], v[1], v[2], v[3]);
             if (merges)
                 sums[i * 32] = four;
             else
-                send_float4(far_sums + i * sizeof(shared.merge.sums[0]), four, barrier);
+                send_float4(far_sums + i * sizeof(shared.merge[0]), four, barrier);
         }
     }
     __syncwarp();
     if (threadIdx.x == 0)
         mbarrier_arrive_expect_bytes(shared_address(&shared.merge_full),
-                                     (gridDim.x - 1) * own * sizeof(shared.merge.sums[0]));
+                                     (gridDim.x - 1) * own * sizeof(shared.merge[0]));
     else if (lane == 0)
         mbarrier_arrive(shared_address(&shared.merge_full));
 }
@@ -206,7 +206,8 @@ DEVICE void send_groups(int warp, const Output& out, SharedStorage& shared, bool
 // low * a + high * b for the thread's two rows, which lie as Output says.
 DEVICE float4 add_pair(const float2& low, const float4& a, const float2& high, const float4& b) {
     return make_float4(add_product(__fmul_rn(low.x, a.x), high.x, b.x), add_product(__fmul_rn(low.y, a.y), high.y, b.y),
-                       add_product(__fmul_rn(low.x, a.z), high.x, b.z), add_product(__fmul_rn(low.y, a.w), high.y, b.w));
+                       add_product(__fmul_rn(low.x, a.z), high.x, b.z),
+                       add_product(__fmul_rn(low.y, a.w), high.y, b.w));
 }
 
 DEVICE float2 two_weights(const float (&weights)[ROWS], int row) {
@@ -221,8 +222,8 @@ DEVICE void add_part(const float (&weights)[CTA_PARTS][ROWS], const Output& earl
         const float2 low = two_weights(weights[0], row), high = two_weights(weights[CTA_PARTS - 1], row);
 #pragma unroll
         for (int m = 0; m < COLUMN_TILES; ++m) {
-            const float(&a)[4] = earlier[m][n];
-            float(&b)[4] = out[m][n];
+            const float (&a)[4] = earlier[m][n];
+            float (&b)[4] = out[m][n];
             const float4 sum =
                 add_pair(low, make_float4(a[0], a[1], a[2], a[3]), high, make_float4(b[0], b[1], b[2], b[3]));
             b[0] = sum.x, b[1] = sum.y, b[2] = sum.z, b[3] = sum.w;
@@ -238,7 +239,7 @@ DEVICE void merge_groups(const Params& p, const WorkTile& work, int warp, int ha
     const TwoRows rows(p, work, half * 2 + warp % 2, shared);
     const auto group = [&](int i) -> uint32_t { return warp + i * CONSUMER_WARPS; };
     const float2* parts = &shared.row_parts[0][rows.first];
-    const float4* sent = &shared.merge.sums[warp][lane];
+    const float4* sent = &shared.merge[warp][lane];
     float4 sums[MOST];
 #pragma unroll
     for (int i = 0; i < MOST; ++i) sums[i] = make_float4(0.f, 0.f, 0.f, 0.f);

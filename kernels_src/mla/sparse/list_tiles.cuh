@@ -28,8 +28,7 @@ DEVICE void publish_sums(Rows& rows, int warp, uint32_t& sums_parity, SharedStor
     for (int n = 0; n < ROW_EIGHTS; ++n)
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            for (int other = 4; other < 32; other *= 2)
-                rows.sum[n][i] += __shfl_xor_sync(~0u, rows.sum[n][i], other);
+            for (int other = 4; other < 32; other *= 2) rows.sum[n][i] += __shfl_xor_sync(~0u, rows.sum[n][i], other);
             const int row = first_row(warp) + n * 8 + lane * 2 + i;
             if (lane < 4) shared.sum[key_warp(warp)][row] = rows.sum[n][i];
             if (lane < 4 && key_warp(warp) == 0) shared.maximum[row] = rows.maximum[n][i];
@@ -144,7 +143,8 @@ DEVICE void consume(const Params& p, SharedStorage& shared) {
                 if constexpr (ROWS == 32) {
                     if (half == 0 && !warmup) release_in_cluster(shared.merge_empty);
 #pragma unroll
-                    for (int i = 0; i < COLUMN_TILES * 8; ++i) out[i / 8][i / 4 % 2][i % 4] = out[i / 8][2 + i / 4 % 2][i % 4];
+                    for (int i = 0; i < COLUMN_TILES * 8; ++i)
+                        out[i / 8][i / 4 % 2][i % 4] = out[i / 8][2 + i / 4 % 2][i % 4];
                 }
             }
         }

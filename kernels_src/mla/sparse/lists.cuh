@@ -13,8 +13,8 @@ DEVICE uint64_t row_l2_policy(const Params& p) {
 
 DEVICE void bulk_copy(uint32_t destination, const void* source, uint32_t bytes, uint32_t barrier, uint64_t policy) {
     asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
-            destination),
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
+            "r"(destination),
         "l"(source), "r"(bytes), "r"(barrier), "l"(policy)
         : "memory");
 }

@@ -35,7 +35,8 @@ DEVICE void load(const Params& p, SharedStorage& shared) {
         }
         __syncwarp();
         copy_rows(shared_address(&shared.rows_to_copy[(head + first) % ROW_RING]), own,
-                  shared_address(shared.stages[kv_state.index]) + warp % STAGE_WARPS * OWN_ROWS * KEY_PITCH, full, policy);
+                  shared_address(shared.stages[kv_state.index]) + warp % STAGE_WARPS * OWN_ROWS * KEY_PITCH, full,
+                  policy);
         __syncwarp();
         kv_state.advance(STAGES_OF_TILE);
     };

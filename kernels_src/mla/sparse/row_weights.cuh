@@ -33,8 +33,8 @@ class RowMerge {
 
 public:
     // For each work tile, once its sums are published. A warm-up waits for nobody and sends nothing.
-    DEVICE void next(const Params& p, const ClusterTileIterator& work_tiles, const WorkTile& work, SharedStorage& shared,
-                     bool warmup) {
+    DEVICE void next(const Params& p, const ClusterTileIterator& work_tiles, const WorkTile& work,
+                     SharedStorage& shared, bool warmup) {
         const int lane = threadIdx.x % 32, row = lane % ROWS;
         if (!warmup) wait_barrier(shared.sums_full, sums_parity), sums_parity ^= 1;
         float2 own = row_statistics(shared, row);

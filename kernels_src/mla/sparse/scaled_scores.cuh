@@ -17,8 +17,8 @@ static_assert(ROPE_STEPS == 2 * GROUP_LOADS);
 // first are, `meanwhile` is called. `row` is the address of the lane's key in the tile, as ldmatrix takes it; `scales` that
 // of the scales of its scores' first key.
 template <class Meanwhile>
-DEVICE void multiply_scaled_keys(uint32_t row, uint32_t scales, const SharedStorage& shared, float scale_log2, Scores& s,
-                                 Meanwhile meanwhile) {
+DEVICE void multiply_scaled_keys(uint32_t row, uint32_t scales, const SharedStorage& shared, float scale_log2,
+                                 Scores& s, Meanwhile meanwhile) {
     uint32_t raw[2][GROUP_LOADS][4], a[2][GROUP_STEPS][4];
     float sums[2][ROWS / 2];
     // 32 bits, of which the compiler must know none: it would mask those of each operand.
@@ -53,8 +53,8 @@ DEVICE void multiply_scaled_keys(uint32_t row, uint32_t scales, const SharedStor
         load(group + 1);
 #pragma unroll
         for (int step = 0; step < GROUP_STEPS; ++step) {
-            const uint32_t(&from)[4] = raw[group % 2][step / 2];
-            uint32_t(&k)[4] = a[group % 2][step];
+            const uint32_t (&from)[4] = raw[group % 2][step / 2];
+            uint32_t (&k)[4] = a[group % 2][step];
             e4m3_to_fp16(from[step % 2 * 2], k[0], k[2]);
             e4m3_to_fp16(from[step % 2 * 2 + 1], k[1], k[3]);
         }
@@ -80,7 +80,7 @@ DEVICE void multiply_scaled_keys(uint32_t row, uint32_t scales, const SharedStor
         const int group = LATENT_GROUPS + step / GROUP_LOADS;
         if (step == 0) load(group + 1);
         if (step % GROUP_LOADS == 0) wgmma_fence();
-        const uint32_t(&k)[4] = raw[group % 2][step % GROUP_LOADS];
+        const uint32_t (&k)[4] = raw[group % 2][step % GROUP_LOADS];
         if (step == 0)
             wgmma<false, false, false>(sums[0], k, operand(LATENT / 16 + step));
         else
@@ -158,8 +158,7 @@ DEVICE void score(const Params& p, SharedStorage& shared) {
                 if (valid < TILE_TOKENS) mask_missing(valid, warp, s);
                 publish_check(s, rows, warp, shared.score_check[p_state.index], warmup);
             }
-            if (!warmup || checks || raises)
-                publish_probabilities(s, warp, p_state, shared, rows, warmup, raises);
+            if (!warmup || checks || raises) publish_probabilities(s, warp, p_state, shared, rows, warmup, raises);
             if (!warmup) kv_state.advance(STAGES_OF_TILE - half), p_state.advance();
         }
         if (!warmup || sums) publish_sums(rows, warp, sums_parity, shared, warmup);
