@@ -501,9 +501,16 @@ def _prefill_e4m3(head_dim: int, dtype: str, segments: bool) -> tuple[int, int, 
 
 
 def _context_attention(
-    dtype: str, head_dim: int, soft_cap: bool, segments: bool = False, e4m3: bool = False
+    dtype: str,
+    head_dim: int,
+    soft_cap: bool,
+    *,
+    segments: bool = False,
+    e4m3: bool = False,
+    split_keys: bool = False,
 ) -> Variant:
-    options = f"{'_soft_cap' if soft_cap else ''}{'_segments' if segments else ''}"
+    asked = {"_soft_cap": soft_cap, "_segments": segments, "_split_keys": split_keys}
+    options = "".join(word for word, is_asked in asked.items() if is_asked)
     value_dim, warpgroups, tile, k_stages, v_stages, *register_steps = _PREFILL_SHAPES[head_dim]
     if segments and soft_cap:
         warpgroups = 2  # three have not enough registers for both
@@ -526,6 +533,7 @@ def _context_attention(
             "tile_tokens": tile,
             "soft_cap": soft_cap,
             "segments": segments,
+            "split_keys": split_keys,
             "l2_policy": L2_POLICIES["context_attention"],
         },
         defines={
@@ -542,6 +550,7 @@ def _context_attention(
             "QUERY_REGISTER_STEPS": register_steps[soft_cap],
             "L2_POLICY": L2_POLICIES["context_attention"],
             **({"PRODUCER_WARPGROUPS": producers} if producers > 1 else {}),
+            **({"SPLIT_KEYS": 1} if split_keys else {}),
         },
     )
 
@@ -564,13 +573,27 @@ def _cache_conversion(dtype: str) -> Variant:
     )
 
 
+def _merge_parts(dtype: str) -> Variant:
+    return Variant(
+        source="prefill/merge_parts.cu",
+        symbol=f"merge_parts_{dtype}",
+        sm="90a",
+        operation="merge_parts",
+        struct="MergePartsParams",
+        traits={"dtype": dtype},
+        defines={"TO_FP16": int(dtype == "fp16")},
+    )
+
+
 def _prefill_variants() -> Iterator[Variant]:
     dtypes = ("bf16", "fp16")
     yield from map(_cache_conversion, dtypes)
+    yield from map(_merge_parts, dtypes)
     for e4m3, head_dim, dtype, soft_cap in product((False, True), _PREFILL_SHAPES, dtypes, (False, True)):
         yield _context_attention(dtype, head_dim, soft_cap, e4m3=e4m3)
         if head_dim in SEGMENT_HEAD_DIMS:
             yield _context_attention(dtype, head_dim, soft_cap, segments=True, e4m3=e4m3)
+        yield _context_attention(dtype, head_dim, soft_cap, e4m3=e4m3, split_keys=True)
 
 
 VARIANTS: tuple[Variant, ...] = (

@@ -144,23 +144,25 @@ def reserve_prompts(
     heads, size, value_size = sizes
     tensor = partial(_tensor, device)
     rows = max(limits.tokens, limits.keys)  # of keys, cached ones among them
+    bounds = {min(limits.keys, 1 << power) for power in range(limits.keys.bit_length() + 1)}
+    steps = {(limits.tokens, requests, keys) for requests in (1, limits.requests) for keys in bounds}
+    steps.add((1, 1, limits.keys))  # whose keys are split, with scratch for any number of parts
     plans = [
         plan_context_attention(
-            tensor("bfloat16", limits.tokens, heads, size),
+            tensor("bfloat16", tokens, heads, size),
             tensor("bfloat16", rows, heads, size),
             tensor("bfloat16", rows, heads, value_size),
-            tensor("bfloat16", limits.tokens, heads, value_size),
-            tensor("float32", limits.tokens, heads) if with_lse else None,
+            tensor("bfloat16", tokens, heads, value_size),
+            tensor("float32", tokens, heads) if with_lse else None,
             max_seq_len=keys,
             q_cu_seq_lens=tensor("int32", requests + 1),
             kv_cu_seq_lens=tensor("int32", requests + 1),
-            max_q_len=limits.tokens,
+            max_q_len=tokens,
             causal=causal,
             softmax_scale=softmax_scale,
             lse_base="e",
         )
-        for keys in {min(limits.keys, 1 << power) for power in range(limits.keys.bit_length() + 1)}
-        for requests in sorted({1, limits.requests})
+        for tokens, requests, keys in sorted(steps)
         for causal, with_lse in ((True, False), (True, True), (False, True))
     ]
     scratch.cover(plans, limits)

@@ -160,22 +160,30 @@ def _plans(
                     yield plan_paged_decode(even, *arguments, even, q_cu_seq_lens=sums, max_q_len=tokens, **shared)
                     even = even.unflatten(0, (requests, tokens))
                 yield plan_paged_decode(even, *arguments, even, **shared)
-    prompts = {(1, limits.keys), (min(limits.requests, limits.tokens), limits.keys)}
+    prompts = {(*sizes, limits.keys) for sizes in _sizes_of_prompts(limits)}
     if cache_dtype != q.dtype:  # converted before for some numbers of keys, by other kernels
-        prompts |= {(1, 1 << power) for power in range(limits.keys.bit_length())}
-    for requests, keys in sorted(prompts):
+        prompts |= {(limits.tokens, 1, 1 << power) for power in range(limits.keys.bit_length())}
+    for tokens, requests, keys in sorted(prompts):
         yield plan_context_attention(
-            queries[: limits.tokens],
+            queries[:tokens],
             k_cache,
             v_cache,
-            queries[: limits.tokens],
+            queries[:tokens],
             page_table=table[:requests],
             seq_lens=lengths[:requests],
             q_cu_seq_lens=lengths[: requests + 1],
-            max_q_len=limits.tokens,
+            max_q_len=tokens,
             logit_soft_cap=options.soft_cap,
             **{**shared, "max_seq_len": keys},
         )
+
+
+def _sizes_of_prompts(limits: Limits) -> list[tuple[int, int]]:
+    """Query tokens and requests of prompts whose launches have the kernels and the most scratch of all.
+
+    The keys of a single token are split, with scratch for any number of parts.
+    """
+    return sorted({(1, 1), (limits.tokens, 1), (limits.tokens, min(limits.requests, limits.tokens))})
 
 
 def _page(q: Any, kv_heads: int, page_size: int, kv_layout: str, cache_dtype: torch.dtype) -> Any:
@@ -225,12 +233,12 @@ def _dealt_plans(
             rows, lse = queries[:requests, None], sums[:requests, None]
             of_pages = {"page_table": pages[0], "seq_lens": pages[1], **soft_cap, **shared}
             yield plan_context_attention(rows, k_cache, v_cache, rows, lse, **of_pages)
-    for requests in sorted({1, most}):
-        tokens = {"q_cu_seq_lens": lengths[: requests + 1], "max_q_len": limits.tokens, **soft_cap}
+    for count, requests in _sizes_of_prompts(limits):
+        tokens = {"q_cu_seq_lens": lengths[: requests + 1], "max_q_len": count, **soft_cap}
         context = {"page_table": table[:requests], "seq_lens": lengths[:requests], "causal": False, **tokens, **shared}
-        yield plan_context_attention(queries, k_cache, v_cache, queries, sums, **context)
+        yield plan_context_attention(queries[:count], k_cache, v_cache, queries[:count], sums[:count], **context)
         new = {**tokens, "kv_cu_seq_lens": lengths[: requests + 1], "max_seq_len": limits.tokens}
-        new["softmax_scale"] = options.softmax_scale
-        for lse in (None, own_sums):
-            yield plan_context_attention(rank_queries, new_keys, new_keys, rank_queries, lse, **new)
+        new["softmax_scale"], rows = options.softmax_scale, rank_queries[:count]
+        for lse in (None, own_sums[:count]):
+            yield plan_context_attention(rows, new_keys, new_keys, rows, lse, **new)
     yield plan_merge_states(rank_queries, own_sums, rank_queries, other=rank_queries, other_lse=own_sums)

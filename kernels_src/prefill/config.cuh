@@ -18,6 +18,12 @@ using Params = ContextAttentionE4m3Params;
 using Params = ContextAttentionParams;
 #endif
 
+// 1: the keys of a request are divided among gridDim.y CTAs, wherever its row tiles end; each writes a part of the output.
+#ifndef SPLIT_KEYS
+#define SPLIT_KEYS 0
+#endif
+static_assert(!SPLIT_KEYS || !SEGMENTS, "parts are merged in another way than segments");
+
 constexpr int WARPGROUP = 128;
 constexpr int WARPGROUP_ROWS = 64;
 constexpr int ROWS = WARPGROUP_ROWS * WARPGROUPS;

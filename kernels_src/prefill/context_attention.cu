@@ -20,6 +20,8 @@
 //        -DL2_POLICY=word (an L2Policy) -DKERNEL_NAME=symbol
 //        -DKV_E4M3=0|1 of keys and values, which have the type of queries otherwise; 1 with WARPGROUPS=2 and
 //        -DPRODUCER_WARPGROUPS=1|2 (default: 1)
+//        -DSPLIT_KEYS=0|1 (default: 0) for few row tiles over many keys: each is computed by gridDim.y CTAs, which have
+//        a part of its keys each, and merge_parts.cu merges their outputs
 #include "epilogue.cuh"
 #include "conversion.cuh"
 

@@ -152,14 +152,14 @@ DEVICE void load_and_convert(const Params& p, SharedStorage& shared, int warp) {
                 if (warp == 0) {
                     // Taken late, so that no work tile waits here while another CTA has none.
                     if (next == max(work.first, work.last - K_STAGES) && threadIdx.x % 32 == 0)
-                        number = atomic_add_relaxed(static_cast<uint32_t*>(p.counters), 1) + gridDim.x;
+                        number = atomic_add_relaxed(counters_of(p), 1) + gridDim.x;
                     k.load(p, work, kv_head, next, policy);
                 } else if (warp == 1) {
                     v.load(p, work, kv_head, next, policy);
                 }
         };
         if (warp == 0 && work.first == work.last && threadIdx.x % 32 == 0)
-            number = atomic_add_relaxed(static_cast<uint32_t*>(p.counters), 1) + gridDim.x;
+            number = atomic_add_relaxed(counters_of(p), 1) + gridDim.x;
         if (work.first < work.last) {
             load_until(work.first + (warp == 0 ? K_STAGES : V_STAGES - 1));
 #pragma unroll 1
@@ -253,7 +253,7 @@ DEVICE void convert_keys(const Params& p, SharedStorage& shared, bool finds) {
         // Taken late, so that no work tile waits here while another CTA has none.
         const auto take_number = [&] {
             if (!LOADS && finds && threadIdx.x % 32 == 0)
-                number = atomic_add_relaxed(static_cast<uint32_t*>(p.counters), 1) + gridDim.x;
+                number = atomic_add_relaxed(counters_of(p), 1) + gridDim.x;
         };
         if (work.first == work.last) take_number();
         load_and_convert<LOADS, HEAD_DIM>(

@@ -6,6 +6,15 @@ namespace context_attention {
 
 using Output = float[VALUE_DIM / 2];
 
+#if SPLIT_KEYS
+// Elements between the parts of a row with so many in each of its heads: [tokens, splits, heads, elements].
+DEVICE int64_t part_offset(const Params& p, int elements) {
+    return static_cast<int64_t>(blockIdx.y) * (p.head_packs << p.packed_log2) * elements;
+}
+#else
+DEVICE int64_t part_offset(const Params&, int) { return 0; }
+#endif
+
 // Where a row of a row tile lies.
 struct RowAddress {
     int token, head;
@@ -119,15 +128,30 @@ DEVICE void finish_rows(const Params& p, const WorkTile& work, int row, float sc
         factor[i] = sees ? factor[i] * output_scale : 0.f;
 #endif
         if (p.lse != nullptr && exists && threadIdx.x % 4 == 0)
-            static_cast<float*>(p.lse)[(work.q_begin + at.token) * p.lse_token_stride + at.head * p.lse_head_stride] =
-                lse * p.lse_scale;
+            static_cast<float*>(p.lse)[(work.q_begin + at.token) * p.lse_token_stride + at.head * p.lse_head_stride +
+                                       part_offset(p, 1)] = lse * p.lse_scale;
     }
 #pragma unroll
     for (int i = 0; i < VALUE_DIM / 2; ++i)
         out[i] = SEGMENTS ? segments::normalised(out[i], factor[i / 2 % 2]) : out[i] * factor[i / 2 % 2];
 }
 
-#if PRODUCER_WARPGROUPS == 2
+#if SPLIT_KEYS
+// Writes the warp's 16 rows, in fp32, to the part of this split. `row` is the warp's first.
+DEVICE void store_rows(const Params& p, SharedStorage&, const WorkTile& work, int row, const Output& out) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const RowAddress at(p, work, row + lane / 4 + 8 * half);
+        if (at.token >= work.q_len) continue;
+        float* base = static_cast<float*>(p.out) + (work.q_begin + at.token) * p.out_token_stride +
+                      at.head * p.out_head_stride + part_offset(p, VALUE_DIM) + lane % 4 * 2;
+#pragma unroll
+        for (int i = 0; i < VALUE_DIM / 8; ++i)
+            *reinterpret_cast<float2*>(base + 8 * i) = make_float2(out[4 * i + 2 * half], out[4 * i + 2 * half + 1]);
+    }
+}
+#elif PRODUCER_WARPGROUPS == 2
 // Transposes 4 x 4 registers over the four lanes of a row: register i of lane j becomes register j of lane i.
 DEVICE void transpose_over_quad(uint32_t (&r)[4]) {
     const bool odd = threadIdx.x % 2, high = threadIdx.x / 2 % 2;

@@ -97,7 +97,7 @@ DEVICE void load_queries(const Params& p, SharedStorage& shared, const WorkTile&
 
 // The last CTA that is done resets the counters for the next launch.
 DEVICE void leave(const Params& p) {
-    uint32_t* counters = static_cast<uint32_t*>(p.counters);
+    uint32_t* counters = counters_of(p);
     if (atomic_add_acq_rel(counters + 1, 1) == gridDim.x - 1) counters[0] = counters[1] = 0;
 }
 
@@ -123,8 +123,7 @@ DEVICE void load_keys(const Params& p, SharedStorage& shared) {
         if (work.request < 0) break;
         // Taken late, so that no work tile waits here while another CTA has none, and in flight while keys are loaded.
         k.load_all(p, work, policy, [&] {
-            if (threadIdx.x % 32 == 0)
-                number = atomic_add_relaxed(static_cast<uint32_t*>(p.counters), 1) + gridDim.x;
+            if (threadIdx.x % 32 == 0) number = atomic_add_relaxed(counters_of(p), 1) + gridDim.x;
         });
         number = __shfl_sync(~0u, number, 0);
     }

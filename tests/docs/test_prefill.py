@@ -17,15 +17,16 @@ OVER_E4M3 = [kernel for kernel in ALL if kernel.traits["kv_dtype"] == "e4m3"]
 
 
 def test_it_counts_the_kernels() -> None:
-    found = {tuple(kernel.traits[name] for name in ("dtype", "soft_cap", "segments", "head_dim")) for kernel in KERNELS}
+    names = ("dtype", "soft_cap", "split_keys", "segments", "head_dim")
+    found = {tuple(kernel.traits[name] for name in names) for kernel in KERNELS}
     options = list(product(("bf16", "fp16"), (False, True)))
-    assert found == {(*option, False, dim) for option in options for dim in HEAD_DIMS} | {
-        (*option, True, dim) for option in options for dim in (64, 128)
-    }
+    assert found == {
+        (*option, split, False, dim) for option in options for split in (False, True) for dim in HEAD_DIMS
+    } | {(*option, False, True, dim) for option in options for dim in (64, 128)}
     assert {kernel.sm for kernel in KERNELS} == {"90a"}
-    assert len(KERNELS) == len(OVER_E4M3) == 24
-    assert "24 cubins ship: bf16 and fp16, each head_dim, with and without a soft cap" in TEXT
-    assert "and again for `batch_invariant` at head_dim 64 and 128" in TEXT
+    assert len(KERNELS) == len(OVER_E4M3) == 40
+    assert "40 cubins ship: bf16 and fp16, each head_dim, with and without a soft cap, again for split keys" in TEXT
+    assert "and for `batch_invariant` at head_dim 64 and 128" in TEXT
     assert "As many more read e4m3 keys and values." in TEXT
 
 

@@ -68,5 +68,5 @@ def test_mla_decode() -> None:
 def test_context_attention() -> None:
     found = spills(lambda k: k["operation"] == "context_attention")
     assert all("_over_e4m3_" in name for name in found)
-    assert (len(found), min(found.values()), max(found.values())) == (4, 12, 60)
-    assert "Four of these spill 12 to 60 bytes per thread" in text_of("prefill.md")
+    assert (len(found), min(found.values()), max(found.values())) == (7, 8, 68)
+    assert "Seven of these spill 8 to 68 bytes per thread" in text_of("prefill.md")

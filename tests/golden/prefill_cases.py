@@ -48,6 +48,18 @@ E4M3_OPTIONS: dict[str, Sequence[Any]] = {
     "v_scale": (None, 2.0, "one", "heads", "requests"),
     "batch_invariant": (False, True),
 }
+# Few query tokens over many keys.
+SPLIT_OPTIONS: dict[str, Sequence[Any]] = {
+    **CONTEXT_OPTIONS,
+    "batch": (1, 2),
+    "q_len": (1, 16, 64),
+    "kv_len": (2000, 16384),
+    "group": (1, 3, 4, 8),
+    "left": (-1,),
+    "cap": (0.0, 30.0),
+    "lse_sink": (True,),
+    "kv_dtype": (None, "float8_e4m3fn"),
+}
 INVARIANT_OPTIONS: dict[str, Sequence[Any]] = {**CONTEXT_OPTIONS, "width": (64, 128), "batch_invariant": (True,)}
 
 
@@ -55,7 +67,7 @@ def context_attention(draw: Draw) -> dict[str, Any]:  # noqa: C901, PLR0912, PLR
     """A call of ``context_attention``, or of the function that plans it."""
     batch, heads, kv_heads, kv_len = draw["batch"], draw["group"] * draw["kv_heads"], draw["kv_heads"], draw["kv_len"]
     widths = {"k": draw["width"], "v": 128 if draw["width"] == 192 else draw["width"]}
-    kv_dtype = draw.get("kv_dtype", draw["dtype"])
+    kv_dtype = draw.get("kv_dtype") or draw["dtype"]
     even = draw["keys"].startswith("even")
     lead = [batch, draw["q_len"]] if even else [batch * draw["q_len"]]
     call: dict[str, Any] = {

@@ -36,6 +36,7 @@ FAMILIES = (
     "context attention",
     "invariant context attention",
     "e4m3 context attention",
+    "split context attention",
     "mla columns",
     "mla columns elsewhere",
     "mla elsewhere",

@@ -27,7 +27,24 @@ def context_all(runtime: Runtime) -> set[str]:
             device.run()
             device.assert_right()
             used.add(device.plan.selections[0].kernel.name)
-    return used | conversions(runtime)
+    return used | conversions(runtime) | split_keys(runtime)
+
+
+def split_keys(runtime: Runtime) -> set[str]:
+    """A case whose keys are in two parts for every kernel of these; the names of the kernels that ran."""
+    used = set()
+    for head_dim, dtype, cap, e4m3 in product(HEAD_DIMS, ("bf16", "fp16"), (0.0, 20.0), (False, True)):
+        rng = np.random.default_rng((24, head_dim))
+        given = {"head_dim": head_dim, "dtype": dtype, "logit_soft_cap": cap, "e4m3": e4m3, "group": 4}
+        given |= {"batch_invariant": False, "window_left": -1, "lse_sink": True}
+        with (
+            patch.object(select, "_splits", lambda *_: 2),
+            context_on_device(runtime, random_context_case(rng, **given), rng, guard=0) as device,
+        ):
+            device.run()
+            device.assert_right()
+            used |= {selection.kernel.name for selection in device.plan.selections}
+    return used
 
 
 def conversions(runtime: Runtime) -> set[str]:
@@ -45,6 +62,7 @@ def conversions(runtime: Runtime) -> set[str]:
         }
         with (
             patch.object(select, "_CONVERSION_US", -math.inf),
+            patch.object(select, "MOST_SPLITS", 1),
             context_on_device(runtime, random_context_case(rng, **given), rng, guard=0) as device,
         ):
             device.run()

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from cubin_runtime.attention import ClampedInputError, Runtime
+from cubin_runtime.kernels.native.prefill import select
 from tests.gpu.context_cases import ContextCase, ContextHost, context_host
 from tests.gpu.context_device import context_on_device
 from tests.gpu.graph_replays import replay_over
@@ -45,6 +46,14 @@ def test_stated_cases_match_float64(
         device.arrays.assert_guards()
 
 
+@pytest.fixture(params=["batch_invariant", "one part"])
+def invariant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether to ask for batch invariance; else keys are not split, so that rows have the same bits too."""
+    if request.param == "one part":
+        monkeypatch.setattr(select, "MOST_SPLITS", 1)
+    return bool(request.param == "batch_invariant")
+
+
 def bits(runtime: Runtime, case: ContextCase, host: ContextHost) -> np.ndarray:
     with context_on_device(runtime, case, np.random.default_rng(4), host) as device:
         device.run()
@@ -55,9 +64,10 @@ def bits(runtime: Runtime, case: ContextCase, host: ContextHost) -> np.ndarray:
 @pytest.mark.parametrize("window_left", [-1, 200])
 @pytest.mark.parametrize("cuts", CUTS)
 def test_chunks_of_a_prompt_give_the_bits_of_the_whole(
-    runtime: Runtime, head_dim: int, window_left: int, cuts: tuple[int, ...]
+    runtime: Runtime, invariant: bool, head_dim: int, window_left: int, cuts: tuple[int, ...]
 ) -> None:
     whole = ContextCase(q_lens=(700,), kv_lens=(900,), head_dim=head_dim, window_left=window_left, form="paged")
+    whole = replace(whole, batch_invariant=invariant)
     host = context_host(whole, np.random.default_rng(5))
     expected = bits(runtime, whole, host)
     for begin, end in pairwise(cuts):
@@ -66,8 +76,8 @@ def test_chunks_of_a_prompt_give_the_bits_of_the_whole(
         assert np.array_equal(bits(runtime, chunk, own), expected[begin:end]), f"tokens {begin} to {end}"
 
 
-def test_neighbours_pages_bounds_and_forms_change_no_bit(runtime: Runtime) -> None:
-    alone = ContextCase(q_lens=(150,), kv_lens=(555,))
+def test_neighbours_pages_bounds_and_forms_change_no_bit(runtime: Runtime, invariant: bool) -> None:
+    alone = ContextCase(q_lens=(150,), kv_lens=(555,), batch_invariant=invariant)
     host = context_host(alone, np.random.default_rng(6))
     expected = bits(runtime, alone, host)
     others = context_host(BASE, np.random.default_rng(7))

@@ -1,11 +1,14 @@
-"""Two thousand context attentions drawn at random over every option, against float64."""
+"""Context attentions drawn at random over every option, against float64; some with keys in many parts."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import pytest
 
 from cubin_runtime.attention import Runtime
+from cubin_runtime.kernels.native.prefill import select
 from tests.gpu.context_cases import ContextCase, random_context_case
 from tests.gpu.context_device import context_on_device
 from tests.gpu.device_checks import assert_all_pass, assert_right_twice
@@ -21,6 +24,27 @@ CHUNKS, CASES = 50, 40
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_random_context_cases_match_float64(runtime: Runtime, chunk: int) -> None:
     assert_all_pass(range(chunk * CASES, (chunk + 1) * CASES), lambda index: run_case(runtime, index), drawn)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("chunk", range(12))
+@pytest.mark.parametrize("parts", [2, 7, 64])
+def test_random_cases_with_split_keys_match_float64(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch, parts: int, chunk: int
+) -> None:
+    split_into(monkeypatch, parts)
+    first = CASES * (CHUNKS + chunk)
+    assert_all_pass(range(first, first + CASES), lambda index: run_case(runtime, index), drawn)
+
+
+def split_into(monkeypatch: pytest.MonkeyPatch, parts: int) -> None:
+    """Split keys into so many parts, or as many as there is room for, wherever they may be split."""
+
+    def splits(shape: select.ContextShape, device: Any, _: int) -> int:
+        most = min(parts, select._most_splits(shape, device))
+        return most if most > 1 else 0
+
+    monkeypatch.setattr(select, "_splits", splits)
 
 
 def run_case(runtime: Runtime, index: int) -> None:

@@ -9,10 +9,16 @@ from tests.kernels.variant_kernels import kernel_of
 
 
 def kernel(
-    dtype: str = "bf16", head_dim: int = 128, soft_cap: bool = False, segments: bool = False, e4m3: bool = False
+    dtype: str = "bf16",
+    head_dim: int = 128,
+    soft_cap: bool = False,
+    segments: bool = False,
+    e4m3: bool = False,
+    split_keys: bool = False,
 ) -> NativeKernel:
     struct = CONTEXT_ATTENTION_E4M3 if e4m3 else CONTEXT_ATTENTION
-    options = f"{'_soft_cap' if soft_cap else ''}{'_segments' if segments else ''}"
+    words = {"_soft_cap": soft_cap, "_segments": segments, "_split_keys": split_keys}
+    options = "".join(word for word, is_there in words.items() if is_there)
     name = f"context_{dtype}{'_over_e4m3' if e4m3 else ''}_d{head_dim}{options}"
     return NativeKernel(
         name=f"{name}_sm90a",
@@ -30,6 +36,7 @@ def kernel(
             "tile_tokens": 64 if head_dim == 256 else 128,
             "soft_cap": soft_cap,
             "segments": segments,
+            "split_keys": split_keys,
         },
         struct=struct.name,
         struct_bytes=struct.size,
@@ -45,16 +52,20 @@ def kernel(
     )
 
 
-CONVERSIONS = tuple(
-    kernel_of(v, threads=256, dynamic_shared_bytes=0, registers=40, status=MEASURED)
-    for v in VARIANTS
-    if v.operation == "cache_conversion"
+CONVERSIONS, MERGES = (
+    tuple(
+        kernel_of(v, threads=256, dynamic_shared_bytes=0, registers=40, status=MEASURED)
+        for v in VARIANTS
+        if (v.operation, v.sm) == (operation, "90a")
+    )
+    for operation in ("cache_conversion", "merge_parts")
 )
-KERNELS = CONVERSIONS + tuple(
-    kernel(dtype, dim, cap, segments, e4m3)
+ATTENTION = tuple(
+    kernel(dtype, dim, cap, arithmetic == "segments", e4m3, arithmetic == "split keys")
     for e4m3 in (False, True)
     for dtype in ("bf16", "fp16")
     for dim in (64, 128, 192, 256)
     for cap in (False, True)
-    for segments in ((False, True) if dim <= 128 else (False,))
+    for arithmetic in ("", "split keys", *(("segments",) if dim <= 128 else ()))
 )
+KERNELS = (*CONVERSIONS, *MERGES, *ATTENTION)

@@ -312,6 +312,8 @@ def _launches(call: AttentionCall, device: DeviceFacts, release: NativeRelease) 
         batch_invariant=call.options.batch_invariant,
         convertible=_is_convertible(call, problem),
         copied=copy_of_cache(problem),
+        splittable=_is_splittable(call),
+        q_len=problem.q_len,
     )
     selections = select_context_launches(release.kernels, shape, device)
     return context_launches(selections, shape, problem, release.file_of)
@@ -324,6 +326,13 @@ def _is_convertible(call: AttentionCall, problem: ContextProblem) -> bool:
     pairs = (("k_scale", "softmax_scale"), ("v_scale", "output_scale"))
     twice = any(call.tensors.get(one) is not None and call.tensors.get(other) is not None for one, other in pairs)
     return problem.window_left < 0 and not any(strides) and not twice
+
+
+def _is_splittable(call: AttentionCall) -> bool:
+    """Return whether keys may be split: no window leaves few of them, and the merge can tell the log-sum-exp."""
+    options, tensors = call.options, call.tensors
+    without_sink = tensors.get("lse") is not None and tensors.get("sinks") is not None and not options.lse_sink
+    return options.window_left < 0 and not without_sink
 
 
 def _output(arguments: Given) -> OutputForm:
@@ -373,6 +382,8 @@ def _shape_of(sizes: CallSizes) -> ContextShape:
         max_seq_len=sizes.kv_len,
         soft_cap=sizes.soft_cap,
         batch_invariant=sizes.batch_invariant,
+        splittable=not sizes.window,
+        q_len=sizes.q_len,
     )
 
 
@@ -566,8 +577,9 @@ def context_attention(
 
     The last query token of a request is at the position of its last key: query token i is at position ``kv_len - q_len
     + i``. Keys and values are paged (``page_table``), ragged (``kv_cu_seq_lens``), or of one size for all requests
-    (neither). The output of a token depends, bit for bit, only on its own query, its keys and the options, not on the
-    chunking of a prompt, other requests, pages, bounds or the GPU's schedule.
+    (neither). With ``batch_invariant`` the output of a token depends, bit for bit, only on its own query, its keys and
+    the options, not on the chunking of a prompt, other requests, pages, bounds or the GPU's schedule. Without it the
+    keys of few query tokens are split, by bounds and sizes, into parts that are attended to at once, and merged.
 
     Args:
         q: ``[tokens, q_heads, head_dim]`` with ``q_cu_seq_lens``, or ``[batch, q_len, q_heads, head_dim]``. bfloat16 or
@@ -608,8 +620,8 @@ def context_attention(
         lse_base: "2" or "e", the base of the log-sum-exp.
         lse_sink: whether the log-sum-exp includes the sink.
         batch_invariant: give a token the bits that ``paged_decode`` with ``batch_invariant`` gives it, as a draft or in
-            a step of its own, if head_dim is 64 or 128. Without it, too, a token's bits do not depend on other requests
-            or on the chunks of its prompt.
+            a step of its own, if head_dim is 64 or 128. At every head_dim its output then depends neither on other
+            requests nor on the chunks of its prompt.
         out: like ``q``, with the columns of ``v``. None allocates it if ``q`` is a torch tensor.
         lse: float32, shaped like ``q`` without head_dim, with one stride between all tokens. It receives the
             log-sum-exp of the scores, without the output scale. None: not computed.

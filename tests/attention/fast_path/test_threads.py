@@ -59,7 +59,7 @@ def check_threads(caller: Caller, calls: Sequence[Call]) -> None:
     for each in calls:
         each.function(**each.arguments)
     wanted = sent(caller)
-    assert len(set(wanted)) == THREADS
+    assert len(set(wanted)) == len(wanted) >= THREADS
     caller.standin.clear_log()
     ready, context = threading.Barrier(THREADS), caller.runtime.driver.current_context()
 
@@ -77,4 +77,4 @@ def check_threads(caller: Caller, calls: Sequence[Call]) -> None:
         thread.join()
     came = sent(caller)
     assert {each: came.count(each) for each in wanted} == dict.fromkeys(wanted, ROUNDS)
-    assert len(came) == THREADS * ROUNDS
+    assert len(came) == len(wanted) * ROUNDS

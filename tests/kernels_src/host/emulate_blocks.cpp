@@ -48,6 +48,20 @@ static void meet() { swapcontext(&threads[threadIdx.x], &caller); }
 static void __syncthreads() { meet(); }
 static void __syncwarp() { meet(); }
 static int atomicOr(uint32_t* word, uint32_t bits) { return *word |= bits; }
+// The value of another lane of the warp; all warps pass equally many of these, too.
+template <class T>
+static T __shfl_sync(unsigned, T value, int lane) {
+    static T of_threads[1024];
+    of_threads[threadIdx.x] = value;
+    meet();
+    const T found = of_threads[threadIdx.x / 32 * 32 + lane % 32];
+    meet();
+    return found;
+}
+template <class T>
+static T __shfl_xor_sync(unsigned mask, T value, int lanes) {
+    return __shfl_sync(mask, value, threadIdx.x % 32 ^ lanes);
+}
 template <class T>
 static T __ldcg(const T* from) {
     return *from;

@@ -86,6 +86,30 @@ CACHE_CONVERSION = StructLayout.declare(
     ),
 )
 
+# Of the kernel that merges the outputs of split keys.
+MERGE_PARTS = StructLayout.declare(
+    "MergePartsParams",
+    (
+        Field("parts", "ptr", "outputs of the parts, fp32 [tokens, splits, heads, columns]"),
+        Field("part_lses", "ptr", "their log-sum-exps in base 2, fp32 [tokens, splits, heads]; -inf: saw no key"),
+        Field("out", "ptr", "output, [tokens, heads, columns]"),
+        Field("lse", "ptr", "log-sum-exp, fp32 [tokens, heads]; null: not wanted"),
+        Field("sinks", "ptr", "fp32 [heads], logits added to the softmax denominator; null: none"),
+        Field("q_cu_seq_lens", "ptr", "int32 [batch + 1], prefix sums of query tokens; null: all are of a request"),
+        Field("out_token_stride", "int64", "elements between tokens in out"),
+        Field("out_head_stride", "int64", "elements between heads in out"),
+        Field("lse_token_stride", "int64", "elements between tokens in lse"),
+        Field("lse_head_stride", "int64", "elements between heads in lse"),
+        Field("batch", "int32", "requests"),
+        Field("tokens", "int32", "query tokens of all requests, and those of none"),
+        Field("heads", "int32", "query heads"),
+        Field("columns", "int32", "columns of a value, a multiple of 4 up to 256"),
+        Field("splits", "int32", "parts of a row, up to 64"),
+        Field("warps_log2", "int32", "log2 of the warps that share a row, up to 3"),
+        Field("lse_scale", "float", "1: log-sum-exp in base 2; ln(2): in base e"),
+    ),
+)
+
 LAYOUTS = MappingProxyType(
-    {layout.name: layout for layout in (CONTEXT_ATTENTION, CONTEXT_ATTENTION_E4M3, CACHE_CONVERSION)}
+    {layout.name: layout for layout in (CONTEXT_ATTENTION, CONTEXT_ATTENTION_E4M3, CACHE_CONVERSION, MERGE_PARTS)}
 )

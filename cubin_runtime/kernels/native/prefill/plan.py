@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from ....artifacts.tables.native_kernels import NativeKernel
@@ -15,7 +16,14 @@ from ....launch.workspace import Region
 from ....values import dataclass
 from ..launches import STATUS, KernelFile, NativeLaunch, native_plan
 from ..problem import LOG2_E, NUMBERS, kv_scale_strides, page_size_log2
-from .select import ContextSelection, ContextSelections, ContextShape, ConversionSelection
+from .select import (
+    MOST_SPLITS,
+    ContextSelection,
+    ContextSelections,
+    ContextShape,
+    ConversionSelection,
+    PartsMerge,
+)
 
 _COUNTERS = Region("counters", 8, zeroed=True)
 _COPY = {"k_map": "converted_k", "v_map": "converted_v"}
@@ -91,17 +99,20 @@ def context_launches(
     A run's values are the tensors' addresses by name, ``q``, ``k`` and ``v`` among them, those of the workspace's
     regions, and ``problem.NUMBERS``.
     """
-    selection = selections[-1]
-    file = file_of(selection.kernel)
-    if len(selections) == 1:
-        return [context_launch(selection, problem, file)]
-    conversion = selections[0]
-    scales = {"softmax_scale_device": "k_scale", "output_scale_device": "v_scale"}
-    sources = {field: scale for field, scale in scales.items() if scale in problem.scale_tensors}
-    return [
-        _conversion_launch(conversion, shape, problem, file_of(conversion.kernel)),
-        context_launch(selection, _problem_of_copy(problem), file, {**_COPY, **sources}),
-    ]
+    match selections:
+        case (ContextSelection() as attention, PartsMerge() as merge):
+            return _split_launches(attention, merge, problem, file_of)
+        case (ConversionSelection() as conversion, ContextSelection() as attention):
+            scales = {"softmax_scale_device": "k_scale", "output_scale_device": "v_scale"}
+            sources = {field: scale for field, scale in scales.items() if scale in problem.scale_tensors}
+            over_copy, file = _problem_of_copy(problem), file_of(attention.kernel)
+            return [
+                _conversion_launch(conversion, shape, problem, file_of(conversion.kernel)),
+                context_launch(attention, over_copy, file, {**_COPY, **sources}, nulls=("page_table",)),
+            ]
+        case (ContextSelection() as attention,):
+            return [context_launch(attention, problem, file_of(attention.kernel))]
+    raise AssertionError(selections)
 
 
 def copy_of_cache(problem: ContextProblem) -> tuple[int, int]:
@@ -171,12 +182,75 @@ def _conversion_launch(
     return NativeLaunch(selection, plan, regions)
 
 
+def _split_launches(
+    selection: ContextSelection,
+    merge: PartsMerge,
+    problem: ContextProblem,
+    file_of: Callable[[NativeKernel], KernelFile],
+) -> list[NativeLaunch[Any]]:
+    """Attention whose outputs are fp32 parts, ``[tokens, splits, heads, columns]``, and their merge.
+
+    The workspace is as large for any number of parts and tokens, so that who reserves it once has enough.
+    """
+    heads, columns, splits = problem.heads, problem.value_dim, selection.splits
+    regions = (
+        STATUS,
+        Region("counters", 8 * MOST_SPLITS, zeroed=True),
+        Region("parts", 4 * merge.room * columns),
+        Region("part_lses", 4 * merge.room),
+    )
+    parts = replace(
+        problem,
+        out_strides=(splits * heads * columns, columns),
+        lse_strides=(splits * heads, 1),
+        lse_natural=False,
+    )
+    launch = context_launch(
+        selection,
+        parts,
+        file_of(selection.kernel),
+        {"out": "parts", "lse": "part_lses"},
+        nulls=("sinks",),  # the merge adds them, once
+        regions=regions,
+    )
+    plan = native_plan(
+        merge.kernel,
+        file_of(merge.kernel),
+        grid=merge.grid(problem),
+        attributes=LaunchAttributes(programmatic_serialization=True),  # it waits for the attention by itself
+        values={
+            "out_token_stride": problem.out_strides[0],
+            "out_head_stride": problem.out_strides[1],
+            "lse_token_stride": problem.lse_strides[0],
+            "lse_head_stride": problem.lse_strides[1],
+            "batch": problem.batch,
+            "tokens": problem.tokens,
+            "heads": heads,
+            "columns": columns,
+            "splits": splits,
+            "warps_log2": merge.warps.bit_length() - 1,
+            "lse_scale": _lse_scale(problem),
+        },
+        caches={},
+        regions=(),
+        why=merge,
+        numbers=(),
+    )
+    return [launch, NativeLaunch(merge, plan, regions)]
+
+
 def context_launch(
-    selection: ContextSelection, problem: ContextProblem, file: KernelFile, sources: Mapping[str, str] | None = None
+    selection: ContextSelection,
+    problem: ContextProblem,
+    file: KernelFile,
+    sources: Mapping[str, str] = MappingProxyType({}),
+    nulls: Sequence[str] = (),
+    regions: tuple[Region, ...] = (STATUS, _COUNTERS),
 ) -> NativeLaunch[ContextSelection]:
-    """The launch of a context attention kernel; ``sources`` are fields and the values of a run that they take instead
-    of their own."""
-    regions = (STATUS, _COUNTERS)
+    """The launch of a context attention kernel.
+
+    ``sources`` are fields and the values of a run that they take instead of their own; ``nulls`` take none.
+    """
     tile_tokens = int(selection.kernel.traits["tile_tokens"])
     plan = native_plan(
         selection.kernel,
@@ -185,7 +259,7 @@ def context_launch(
         attributes=LaunchAttributes(programmatic_serialization=problem.programmatic_serialization),
         values={
             **_scale_strides(problem),
-            **({"page_table": 0} if sources else {}),
+            **dict.fromkeys(nulls, 0),
             "q_map": _query_map(problem, selection.packed),
             "k_map": _kv_map(problem, problem.head_dim, problem.k_strides, tile_tokens),
             "v_map": _kv_map(problem, problem.value_dim, problem.v_strides, tile_tokens),
@@ -211,11 +285,11 @@ def context_launch(
             "softmax_scale_log2": problem.softmax_scale * LOG2_E,
             "output_scale": problem.output_scale,
             "soft_cap": problem.soft_cap,
-            "lse_scale": math.log(2) if problem.lse_natural else 1.0,
+            "lse_scale": _lse_scale(problem),
             "lse_sink": int(problem.lse_with_sink),
         },
-        caches={"q_map": "q", "k_map": "k", "v_map": "v", **(sources or {})},
-        regions=regions,
+        caches={"q_map": "q", "k_map": "k", "v_map": "v", **sources},
+        regions=regions[:2],
         why=selection,
     )
     return NativeLaunch(selection, plan, regions)
@@ -226,6 +300,10 @@ def _scale_strides(problem: ContextProblem) -> dict[str, object]:
     if problem.kv_dtype == problem.dtype:
         return {}
     return kv_scale_strides(problem.k_scale_strides, problem.v_scale_strides)
+
+
+def _lse_scale(problem: ContextProblem) -> float:
+    return math.log(2) if problem.lse_natural else 1.0
 
 
 def _window(keys: int) -> int:

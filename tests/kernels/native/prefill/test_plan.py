@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from cubin_runtime.artifacts.path import ArtifactPath
-from cubin_runtime.kernels.native.launches import KernelFile
+from cubin_runtime.artifacts.tables.native_kernels import NativeKernel
+from cubin_runtime.kernels.native.launches import KernelFile, NativeLaunch
 from cubin_runtime.kernels.native.layouts import LAYOUTS
 from cubin_runtime.kernels.native.prefill.params import CONTEXT_ATTENTION, CONTEXT_ATTENTION_E4M3
 from cubin_runtime.kernels.native.prefill.plan import (
@@ -213,3 +215,44 @@ def test_all_ragged_tokens_are_converted_and_of_others_those_of_the_lengths() ->
     assert paged.inputs["max_seq_len"] == "max_seq_len"
     assert not {"seq_lens", "q_cu_seq_lens", "max_seq_len"} & ragged.inputs.keys()
     assert (ragged.values["seq_lens"], ragged.values["max_seq_len"]) == (0, 10000)
+
+
+def split(problem: ContextProblem = PAGED, **more: object) -> list[NativeLaunch[Any]]:
+    """The launches of a problem whose keys are split."""
+    problem = replace(problem, **{"batch": 1, "tokens": 16, "q_len": 16, "max_seq_len": 1 << 14, **more})
+    sizes = {"tokens": problem.tokens, "q_len": problem.q_len, "max_seq_len": problem.max_seq_len}
+    shape = ContextShape("bf16", problem.kv_dtype, 128, 12, 2, 1, **sizes)
+
+    def file_of(kernel: NativeKernel) -> KernelFile:
+        return KernelFile(ArtifactPath("hopper-0.1.0/prefill/kernel.cubin"), DIGEST, LAYOUTS[kernel.struct])
+
+    return context_launches(select_context_launches(KERNELS, shape, H100), shape, problem, file_of)
+
+
+def test_split_keys_give_parts_that_the_second_launch_merges() -> None:
+    attention, merge = split(out_strides=(5000, 200), lse_strides=(40, 2))
+    splits = attention.selection.splits
+    assert splits > 1
+    regions = {region.name: region.nbytes for region in attention.regions}
+    assert regions["counters"] >= 8 * splits
+    assert regions["parts"] >= 4 * splits * 16 * 24 * 128
+    assert regions["part_lses"] >= 4 * splits * 16 * 24
+    assert regions == {region.name: region.nbytes for region in split(tokens=1, q_len=1)[0].regions}
+    inputs, values = attention.plan.inputs, attention.plan.values
+    assert (inputs["out"], inputs["lse"]) == ("parts", "part_lses")
+    assert "sinks" not in inputs
+    assert (values["out_token_stride"], values["out_head_stride"]) == (splits * 24 * 128, 128)
+    assert (values["lse_token_stride"], values["lse_head_stride"]) == (splits * 24, 1)
+    inputs, values = merge.plan.inputs, merge.plan.values
+    assert inputs == {name: name for name in ("parts", "part_lses", "out", "lse", "sinks", "q_cu_seq_lens")}
+    assert (values["out_token_stride"], values["out_head_stride"]) == (5000, 200)
+    assert (values["lse_token_stride"], values["lse_head_stride"], values["splits"]) == (40, 2, splits)
+    assert (values["batch"], values["tokens"], values["heads"], values["columns"]) == (1, 16, 24, 128)
+    assert merge.plan.grid == (-(-16 * 24 * merge.selection.warps // 8), 1, 1)
+    assert merge.plan.attributes.programmatic_serialization
+
+
+@pytest.mark.parametrize(("natural", "factor"), [(False, 1.0), (True, math.log(2))])
+def test_parts_are_in_base_2_and_merged_to_the_base_that_is_asked_for(natural: bool, factor: float) -> None:
+    attention, merge = split(lse_natural=natural)
+    assert (attention.plan.values["lse_scale"], merge.plan.values["lse_scale"]) == (1.0, factor)

@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from cubin_runtime.artifacts.tables.native_kernels import NativeKernel
 from cubin_runtime.errors import UsageError
 from cubin_runtime.kernels.native.prefill.select import ContextShape, select_context_attention, select_context_launches
 from tests.kernels.context_examples import KERNELS
@@ -152,7 +154,7 @@ DIRECT = ["context_bf16_over_e4m3_d128_sm90a"]
     [
         ({}, CONVERTED),
         ({"tokens": 1024, "max_seq_len": 1 << 16}, CONVERTED),
-        ({"tokens": 128, "max_seq_len": 1 << 14}, CONVERTED),
+        ({"tokens": 128, "max_seq_len": 1 << 14, "splittable": False}, CONVERTED),
         # Few row tiles read a key: the bytes that a conversion writes cost more than to convert it for each.
         ({"batch": 8, "tokens": 8 * 512, "kv_heads": 32, "group": 1}, DIRECT),
         ({"batch": 32, "tokens": 32 * 8, "kv_heads": 32, "group": 1, "max_seq_len": 1 << 14}, DIRECT),
@@ -173,6 +175,62 @@ def test_a_cache_is_converted_before_where_that_takes_less_time(sizes: dict[str,
 def test_a_16_bit_cache_is_not_converted() -> None:
     (only,) = select_context_launches(KERNELS, SHAPE, H100)
     assert only == select_context_attention(KERNELS, SHAPE, H100)
+
+
+CHUNK = replace(SHAPE, tokens=16, q_len=16, max_seq_len=1 << 14)  # of a long context: 8 work tiles of 128 key tiles
+
+
+def splits_of(shape: ContextShape, kernels: Sequence[NativeKernel] = KERNELS) -> int:
+    return select_context_launches(kernels, shape, H100)[0].splits
+
+
+@pytest.mark.parametrize(
+    ("sizes", "splits"),
+    [
+        ({}, 16),
+        ({"tokens": 64, "q_len": 64}, 8),
+        ({"kv_heads": 1, "max_seq_len": 1 << 17}, 64),
+        ({"batch": 4, "tokens": 64}, 4),
+        # Row tiles that fill the GPU; one that has as few by the tokens of all requests alone.
+        ({"tokens": 512, "q_len": 512}, 0),
+        ({"batch": 16, "tokens": 256}, 0),
+        ({"batch": 8, "tokens": 128}, 2),
+        ({"batch": 8, "tokens": 128, "q_len": 0}, 0),
+        # A padded batch: its tokens have rows in the parts, whether they are of a request or not.
+        ({"tokens": 64, "q_len": 16}, 8),
+        ({"tokens": 4096, "q_len": 16}, 0),
+        # A merge costs more than it saves.
+        ({"max_seq_len": 256}, 0),
+        ({"max_seq_len": 0}, 0),
+        ({"splittable": False}, 0),
+        ({"batch_invariant": True}, 0),
+        ({"soft_cap": True}, 16),
+    ],
+)
+def test_keys_are_split_where_few_row_tiles_see_many(sizes: dict[str, object], splits: int) -> None:
+    assert splits_of(replace(CHUNK, **sizes)) == splits
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("tokens", [1, 16, 64, 100, 300])
+def test_a_cache_of_e4m3_is_split_as_one_of_16_bits(head_dim: int, tokens: int) -> None:
+    shape = replace(CHUNK, head_dim=head_dim, tokens=tokens, q_len=tokens)
+    assert splits_of(replace(shape, kv_dtype="e4m3")) == splits_of(shape)
+
+
+def test_the_parts_are_those_of_a_wave_and_are_merged() -> None:
+    attention, merge = select_context_launches(KERNELS, CHUNK, H100)
+    assert attention.kernel.traits["split_keys"]
+    assert attention.grid(CHUNK) == (8, 16, 1)
+    assert (merge.splits, merge.room) == (16, 132 * 128)
+    assert dict(attention.facts(CHUNK))["row tiles"].endswith("; keys in 16 parts")
+    assert attention.key_tiles(CHUNK) == 8
+    assert dict(merge.facts(CHUNK))["merged"] == "16 parts of each row"
+
+
+def test_a_release_without_kernels_that_split_keys_does_not() -> None:
+    kernels = [kernel for kernel in KERNELS if not kernel.traits.get("split_keys")]
+    assert splits_of(CHUNK, kernels) == 0
 
 
 def test_a_conversion_says_what_it_does() -> None:
