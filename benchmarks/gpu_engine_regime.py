@@ -1,9 +1,10 @@
-"""Paged decode as an engine calls it: planned for the model's longest context, with lengths far below it, and mixed.
+"""Attention as an engine calls it: decodes planned for the model's longest context, with lengths far below it, and
+mixed; with ``--chunks`` new query tokens behind cached contexts.
 
 Run: ``python benchmarks/gpu_engine_regime.py --out DIR`` on a machine with a Hopper GPU, torch and triton. Times are
 those in a sequence of layers (``sequence/timing.py``). Peers are FlashInfer's fa2, which plans with the real lengths,
-and FlashAttention-3 as vLLM calls it, for the real lengths and for the longest context, where ``vllm.vllm_flash_attn``
-can be imported; the result says why not.
+and FlashAttention-3 as vLLM calls it, for the real lengths and (of decodes) for the longest context, where
+``vllm.vllm_flash_attn`` can be imported; the result says why not.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from row_origin import keep, origin_of
 from sequence.timing import Layers, Maker, Method, sequence_times
 
 from cubin_runtime import Config
-from cubin_runtime.attention import Runtime, plan_paged_decode
+from cubin_runtime.attention import Runtime, plan_context_attention, plan_paged_decode
 
 SCHEMA = 1
 HIDDEN = 4096
@@ -60,6 +61,28 @@ def cases() -> list[Case]:
     return [*found, Case("64/8 heads, D 64", "64 x 1024, mixed", few[0], head_dim=64, page=PAGE)]
 
 
+def chunk_cases() -> list[Case]:
+    """A question behind a document, the last chunk of a prompt: 8 to 512 tokens, of one request or a few."""
+    shapes = {"32/8 heads": (32, 8, 128), "8/1 heads": (8, 1, 128), "64/8 heads, D 64": (64, 8, 64)}
+    shapes["16/8 heads, D 256"] = (16, 8, 256)
+    sizes = [(1, keys, new) for keys in (1024, 4096, 16384, 65536) for new in (8, 64, 256)]
+    sizes += [(1, 16384, 128), (1, 16384, 512), *((batch, 4096, new) for batch in (4, 16, 64) for new in (8, 64))]
+    return [
+        Case(
+            section,
+            f"{batch} x {keys}, {new} new",
+            same(batch, keys),
+            q_len=new,
+            q_heads=q_heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            page=PAGE,
+        )
+        for section, (q_heads, kv_heads, head_dim) in shapes.items()
+        for batch, keys, new in (sizes if section == "32/8 heads" else sizes[3:9])
+    ]
+
+
 def tables_of(problem: Problem, bound: int) -> list[torch.Tensor]:
     """Its page tables with columns for ``bound`` keys."""
     columns = -(-bound // problem.case.page)
@@ -70,6 +93,8 @@ def ours_of(problem: Problem, runtime: Runtime, bound: int) -> tuple[Any, Maker]
     """The plan for contexts of ``bound``, and its calls of all page tables."""
     p, tables = problem, tables_of(problem, bound)
     k, v = p.kv[:, 0], p.kv[:, 1]
+    if p.case.q_len > 1:
+        return _chunk_of(problem, runtime, bound)
     plan = plan_paged_decode(p.q, k, v, tables[0], p.lens, p.out, max_seq_len=bound, runtime=runtime)
 
     def make(stream: torch.cuda.Stream) -> list[Call]:
@@ -84,6 +109,33 @@ def ours_of(problem: Problem, runtime: Runtime, bound: int) -> tuple[Any, Maker]
     return plan, make
 
 
+def _chunk_of(problem: Problem, runtime: Runtime, bound: int) -> tuple[Any, Maker]:
+    """As ``ours_of``, of ragged query tokens."""
+    p, tables = problem, tables_of(problem, bound)
+    given = {"k": p.kv[:, 0], "v": p.kv[:, 1], "seq_lens": p.lens, "q_cu_seq_lens": starts_of(p.case)}
+    plan = plan_context_attention(
+        q=p.q,
+        out=p.out,
+        **given,
+        page_table=tables[0],
+        max_seq_len=bound,
+        max_q_len=p.case.q_len,
+        softmax_scale=p.scale,
+        runtime=runtime,
+    )
+
+    def make(stream: torch.cuda.Stream) -> list[Call]:
+        on = {"stream": stream.cuda_stream, "workspace": plan.prepare(stream.cuda_stream)}
+        return [lambda table=table: plan.run(q=p.q, out=p.out, **given, page_table=table, **on) for table in tables]
+
+    return plan, make
+
+
+def starts_of(case: Case) -> torch.Tensor:
+    """The running sums of the query tokens."""
+    return torch.arange(case.batch + 1, device="cuda", dtype=torch.int32) * case.q_len
+
+
 def fa3_of(problem: Problem, bound: int) -> list[Call]:
     """FlashAttention-3 for contexts of ``bound``, with the scheduler metadata that vLLM makes once a step.
 
@@ -94,12 +146,12 @@ def fa3_of(problem: Problem, bound: int) -> list[Call]:
 
     p, case = problem, problem.case
     out = torch.empty_like(p.out)
-    starts = torch.arange(case.batch + 1, device="cuda", dtype=torch.int32)
-    common = {"max_seqlen_q": 1, "max_seqlen_k": bound, "cu_seqlens_q": starts, "causal": True}
+    splits = FA3_SPLITS if case.q_len == 1 else 0  # steps with new tokens are not captured: as many as it likes
+    common = {"max_seqlen_q": case.q_len, "max_seqlen_k": bound, "cu_seqlens_q": starts_of(case), "causal": True}
     heads = {"num_heads_q": case.q_heads, "num_heads_kv": case.kv_heads, "headdim": case.head_dim}
     sizes = {"batch_size": case.batch, "page_size": case.page, "cache_seqlens": p.lens, "qkv_dtype": p.q.dtype}
-    metadata = get_scheduler_metadata(**common, **heads, **sizes, window_size=(-1, -1), num_splits=FA3_SPLITS)
-    options = {"softmax_scale": p.scale, "scheduler_metadata": metadata, "fa_version": 3, "num_splits": FA3_SPLITS}
+    metadata = get_scheduler_metadata(**common, **heads, **sizes, window_size=(-1, -1), num_splits=splits)
+    options = {"softmax_scale": p.scale, "scheduler_metadata": metadata, "fa_version": 3, "num_splits": splits}
     tensors = {"q": p.q, "k": p.kv[:, 0], "v": p.kv[:, 1], "out": out, "seqused_k": p.lens}
 
     def call_of(table: torch.Tensor) -> Call:
@@ -112,6 +164,8 @@ def peers_of(name: str, problem: Problem) -> dict[str, Callable[[], list[Call]]]
     """What makes the calls of a peer, by what it is planned for."""
     if name == "fa2":
         return {"fa2": partial(fa2, problem)}
+    if problem.case.q_len > 1:  # such a step is planned with its own lengths
+        return {"fa3": partial(fa3_of, problem, problem.case.longest)}
     bounds = {"tight": problem.case.longest, str(BOUNDS[-1]): BOUNDS[-1]}
     return {f"fa3, {words}": partial(fa3_of, problem, bound) for words, bound in bounds.items()}
 
@@ -124,7 +178,7 @@ def row_of(case: Case, runtime: Runtime, pool: Pool, peers: list[str], method: M
     problem = Problem(case, pool, method.layers)
     row = {"section": case.section, "label": case.label, "longest": case.longest, "kv_bytes": case.kv_bytes}
     plans, makers = {}, {}
-    for bound in (case.longest, *BOUNDS):
+    for bound in (case.longest, *[bound for bound in BOUNDS if bound >= case.longest]):
         name = "ours, tight" if bound == case.longest else f"ours, {bound}"
         plans[name], makers[name] = ours_of(problem, runtime, bound)
     makers["ours, tight"](torch.cuda.current_stream())[0]()
@@ -147,13 +201,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--peers", default=",".join(PEERS), help="by comma (%(default)s); empty: nobody")
+    parser.add_argument("--chunks", action="store_true", help="new tokens behind cached contexts, in place of decodes")
     parser.add_argument("--rounds", type=int, default=Method().rounds, help="of a sequence (%(default)s)")
     chosen = parser.parse_args()
     torch.manual_seed(0)
     store = Path(os.environ.get("CUBIN_RUNTIME_CACHE", chosen.out / "store"))
     runtime = Runtime(Config(store=store, sources=built_sources(), offline=True))
-    method = Method(rounds=chosen.rounds, hidden=HIDDEN)
-    pool = Pool(method.layers * max(case.pages * case.page_bytes for case in cases()))
+    method, every = Method(rounds=chosen.rounds, hidden=HIDDEN), chunk_cases() if chosen.chunks else cases()
+    pool = Pool(method.layers * max(case.pages * case.page_bytes for case in every))
     peers, skipped = [name for name in chosen.peers.split(",") if name], {}
     if "fa3" in peers:
         try:
@@ -161,13 +216,15 @@ def main() -> int:
         except Exception as failure:  # why there is no such peer is a result
             peers.remove("fa3")
             skipped["fa3"] = describe(failure)
-    result: dict[str, Any] = {"schema": SCHEMA, "question": "decode planned for more than the lengths"}
+    name = "engine_chunks" if chosen.chunks else "engine_regime"
+    question = "new tokens behind cached contexts" if chosen.chunks else "decode planned for more than the lengths"
+    result: dict[str, Any] = {"schema": SCHEMA, "question": question}
     result |= {"method": method.record(), "page": PAGE, "bounds": BOUNDS, "skipped": skipped}
     result |= {"environment": gpu_environment(), "rows": []}
-    for case in cases():
+    for case in every:
         row = row_of(case, runtime, pool, peers, method)
         result["rows"].append(row)
-        keep(result, chosen.out / "engine_regime.json")
+        keep(result, chosen.out / f"{name}.json")
         print(f"{row['section']}, {row['label']}: {row['us']} {row['errors'] or ''}", flush=True)
     return int(any(name.startswith("ours") for row in result["rows"] for name in row["errors"]))
 
