@@ -115,8 +115,9 @@ def figures(run: Run) -> None:
     """Jobs in turns."""
     for model in run.names or SHAPES:
         with ExitStack() as stack:
-            engines = run.pair(stack, model)
-            run.row(model=model, **run.both(engines))
+            more = {"FLASHMLA": {}} if run.peer_of(model) == MLA_PEER else {}
+            engines, failed = run.ready(run.pair(stack, model, more=more, wait=False))
+            run.row(model=model, failed=failed, **run.both(engines))
             take_turns(run, engines, JOBS, model=model)
             # As many prompts as an engine's cache has room for, up to 64.
             count = min(64, run.cache_bytes // (131072 * 4300))

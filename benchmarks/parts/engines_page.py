@@ -157,9 +157,10 @@ def _model(row: Row) -> str:
 def _jobs(engine: str, rows: Sequence[Row]) -> str:
     lines = []
     for row in (row for row in rows if "job" in row):
-        ours, (peer, *_) = OURS[engine], [label for label in row["rounds"] if label != OURS[engine]]
+        ours = OURS[engine]
         kind = "whole" if all("whole" in each for each in row["rounds"][ours]) else "cached"
-        best = {label: best_of(row["rounds"][label])[kind] for label in (ours, peer)}
+        best = {label: best_of(made)[kind] for label, made in row["rounds"].items()}
+        peer = min(best.keys() - {ours}, key=best.__getitem__)  # the fastest
         ratios = ratios_of(row["rounds"], ours)
         shown = [f"{ratios[each]:.2f}" if each in ratios else "-" for each in (kind, "decode")]
         seconds = (f"{best[ours]:.2f}", f"{best[peer]:.2f} ({_name(peer)})")
