@@ -289,7 +289,7 @@ class ParameterBlock:
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(memory) + begin)
         self.arguments = ctypes.byref(arguments)
         self._kept = memory, arguments
-        self._scalars = [(code, field.offset, number) for field, number, code in inputs if code]
+        self._scalars = tuple([(code, field.offset, number) for field, number, code in inputs if code])
         self._rows = _rows(self._scalars)
         self._maps: list[list[Any]] = [
             [
@@ -331,7 +331,7 @@ class ParameterBlock:
     def writing(self, moving: Collection[int]) -> Callable[[Sequence[Any], Mapping[int, bytes]], None]:
         """``write`` for the values of these numbers and the run's own descriptors, all else as it was."""
         view = self.view
-        rows = _rows([scalar for scalar in self._scalars if scalar[2] in moving])
+        rows = _rows(tuple([scalar for scalar in self._scalars if scalar[2] in moving]))
         places = [(slice(begin, end), number) for begin, end, number, _, _ in self._maps]
 
         def write(values: Sequence[Any], maps: Mapping[int, bytes]) -> None:
@@ -351,7 +351,8 @@ class ParameterBlock:
 _Row = tuple[Callable[..., None], int, Callable[[Sequence[Any]], Sequence[Any]]]
 
 
-def _rows(scalars: Sequence[tuple[str, int, int]]) -> list[_Row]:
+@lru_cache(maxsize=256)  # the plans of a kernel have them in common
+def _rows(scalars: tuple[tuple[str, int, int], ...]) -> tuple[_Row, ...]:
     """The rows that write fields without a gap between them at once: function, offset, and the values among all."""
     runs: list[tuple[str, int, list[int]]] = []
     for code, offset, number in sorted(scalars, key=itemgetter(1)):
@@ -364,7 +365,7 @@ def _rows(scalars: Sequence[tuple[str, int, int]]) -> list[_Row]:
     for codes, offset, numbers in runs:
         of = itemgetter(*numbers) if len(numbers) > 1 else itemgetter(slice(numbers[0], numbers[0] + 1))
         rows.append((struct.Struct(f"<{codes}").pack_into, offset, of))
-    return rows
+    return tuple(rows)
 
 
 class RepeatedLaunches:
