@@ -111,3 +111,19 @@ def test_lengths_out_of_bounds_are_clamped_and_reported(runtime: Runtime) -> Non
         with pytest.raises(ClampedInputError, match="a length over max_seq_len and a negative length"):
             device.plan.check(workspace)
         device.arrays.assert_guards()
+
+
+@pytest.mark.parametrize("most", [1, 64])
+def test_tokens_of_no_request_are_left_alone(runtime: Runtime, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    monkeypatch.setattr(select, "MOST_SPLITS", most)
+    case = ContextCase(form="paged", q_lens=(20, 12), kv_lens=(3000, 2000))
+    with context_on_device(runtime, case, np.random.default_rng(10)) as device:
+        assert (device.plan.selections[0].splits > 1) == (most > 1)
+        device.driver.copy_to_device(device.given["q_cu_seq_lens"].pointer, np.array([2, 20, 25], np.int32))
+        device.poison()
+        device.run()
+        out, lse = device.result()
+        for beside in (slice(2), slice(25, None)):
+            assert (out[beside] == 0xFFFF).all()
+            assert np.isnan(lse[beside]).all()
+        assert not np.isnan(lse[2:25]).any()
