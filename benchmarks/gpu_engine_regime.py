@@ -63,8 +63,12 @@ def cases() -> list[Case]:
 
 def chunk_cases() -> list[Case]:
     """A question behind a document, the last chunk of a prompt: 8 to 512 tokens, of one request or a few."""
-    shapes = {"32/8 heads": (32, 8, 128), "8/1 heads": (8, 1, 128), "64/8 heads, D 64": (64, 8, 64)}
-    shapes["16/8 heads, D 256"] = (16, 8, 256)
+    shapes = {
+        "32/8 heads": (32, 8, 128),
+        "8/1 heads": (8, 1, 128),
+        "64/8 heads, D 64": (64, 8, 64),
+        "16/8 heads, D 256": (16, 8, 256),
+    }
     sizes = [(1, keys, new) for keys in (1024, 4096, 16384, 65536) for new in (8, 64, 256)]
     sizes += [(1, 16384, 128), (1, 16384, 512), *((batch, 4096, new) for batch in (4, 16, 64) for new in (8, 64))]
     return [
@@ -91,42 +95,25 @@ def tables_of(problem: Problem, bound: int) -> list[torch.Tensor]:
 
 def ours_of(problem: Problem, runtime: Runtime, bound: int) -> tuple[Any, Maker]:
     """The plan for contexts of ``bound``, and its calls of all page tables."""
-    p, tables = problem, tables_of(problem, bound)
+    p, case, tables = problem, problem.case, tables_of(problem, bound)
     k, v = p.kv[:, 0], p.kv[:, 1]
-    if p.case.q_len > 1:
-        return _chunk_of(problem, runtime, bound)
-    plan = plan_paged_decode(p.q, k, v, tables[0], p.lens, p.out, max_seq_len=bound, runtime=runtime)
+    given: dict[str, Any] = {"q": p.q, "seq_lens": p.lens, "out": p.out}
+    options: dict[str, Any] = {"page_table": tables[0], "max_seq_len": bound, "runtime": runtime}
+    if case.q_len == 1:
+        given |= {"k_cache": k, "v_cache": v}
+        plan = plan_paged_decode(**given, **options)
+    else:
+        given |= {"k": k, "v": v, "q_cu_seq_lens": starts_of(case)}
+        plan = plan_context_attention(**given, **options, max_q_len=case.q_len)
 
     def make(stream: torch.cuda.Stream) -> list[Call]:
         handle = stream.cuda_stream
         workspace = plan.prepare(handle)
 
         def call_of(table: torch.Tensor) -> Call:
-            return lambda: plan.run(p.q, k, v, table, p.lens, p.out, workspace=workspace, stream=handle)
+            return lambda: plan.run(**given, page_table=table, workspace=workspace, stream=handle)
 
         return [call_of(table) for table in tables]
-
-    return plan, make
-
-
-def _chunk_of(problem: Problem, runtime: Runtime, bound: int) -> tuple[Any, Maker]:
-    """As ``ours_of``, of ragged query tokens."""
-    p, tables = problem, tables_of(problem, bound)
-    given = {"k": p.kv[:, 0], "v": p.kv[:, 1], "seq_lens": p.lens, "q_cu_seq_lens": starts_of(p.case)}
-    plan = plan_context_attention(
-        q=p.q,
-        out=p.out,
-        **given,
-        page_table=tables[0],
-        max_seq_len=bound,
-        max_q_len=p.case.q_len,
-        softmax_scale=p.scale,
-        runtime=runtime,
-    )
-
-    def make(stream: torch.cuda.Stream) -> list[Call]:
-        on = {"stream": stream.cuda_stream, "workspace": plan.prepare(stream.cuda_stream)}
-        return [lambda table=table: plan.run(q=p.q, out=p.out, **given, page_table=table, **on) for table in tables]
 
     return plan, make
 

@@ -145,8 +145,6 @@ def reserve_prompts(
     tensor = partial(_tensor, device)
     rows = max(limits.tokens, limits.keys)  # of keys, cached ones among them
     bounds = {min(limits.keys, 1 << power) for power in range(limits.keys.bit_length() + 1)}
-    steps = {(limits.tokens, requests, keys) for requests in (1, limits.requests) for keys in bounds}
-    steps.add((1, 1, limits.keys))  # whose keys are split, with scratch for any number of parts
     plans = [
         plan_context_attention(
             tensor("bfloat16", tokens, heads, size),
@@ -162,7 +160,8 @@ def reserve_prompts(
             softmax_scale=softmax_scale,
             lse_base="e",
         )
-        for tokens, requests, keys in sorted(steps)
+        for tokens, requests in sorted(limits.prompt_sizes)
+        for keys in sorted(bounds)
         for causal, with_lse in ((True, False), (True, True), (False, True))
     ]
     scratch.cover(plans, limits)

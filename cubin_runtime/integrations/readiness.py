@@ -160,7 +160,7 @@ def _plans(
                     yield plan_paged_decode(even, *arguments, even, q_cu_seq_lens=sums, max_q_len=tokens, **shared)
                     even = even.unflatten(0, (requests, tokens))
                 yield plan_paged_decode(even, *arguments, even, **shared)
-    prompts = {(*sizes, limits.keys) for sizes in _sizes_of_prompts(limits)}
+    prompts = {(*sizes, limits.keys) for sizes in limits.prompt_sizes}
     if cache_dtype != q.dtype:  # converted before for some numbers of keys, by other kernels
         prompts |= {(limits.tokens, 1, 1 << power) for power in range(limits.keys.bit_length())}
     for tokens, requests, keys in sorted(prompts):
@@ -176,14 +176,6 @@ def _plans(
             logit_soft_cap=options.soft_cap,
             **{**shared, "max_seq_len": keys},
         )
-
-
-def _sizes_of_prompts(limits: Limits) -> list[tuple[int, int]]:
-    """Query tokens and requests of prompts whose launches have the kernels and the most scratch of all.
-
-    The keys of a single token are split, with scratch for any number of parts.
-    """
-    return sorted({(1, 1), (limits.tokens, 1), (limits.tokens, min(limits.requests, limits.tokens))})
 
 
 def _page(q: Any, kv_heads: int, page_size: int, kv_layout: str, cache_dtype: torch.dtype) -> Any:
@@ -233,7 +225,7 @@ def _dealt_plans(
             rows, lse = queries[:requests, None], sums[:requests, None]
             of_pages = {"page_table": pages[0], "seq_lens": pages[1], **soft_cap, **shared}
             yield plan_context_attention(rows, k_cache, v_cache, rows, lse, **of_pages)
-    for count, requests in _sizes_of_prompts(limits):
+    for count, requests in sorted(limits.prompt_sizes):
         tokens = {"q_cu_seq_lens": lengths[: requests + 1], "max_q_len": count, **soft_cap}
         context = {"page_table": table[:requests], "seq_lens": lengths[:requests], "causal": False, **tokens, **shared}
         yield plan_context_attention(queries[:count], k_cache, v_cache, queries[:count], sums[:count], **context)

@@ -19,6 +19,14 @@ class Limits(NamedTuple):
     keys: int
     decode_tokens: int = 1
 
+    @property
+    def prompt_sizes(self) -> set[tuple[int, int]]:
+        """Query tokens and requests of prompts whose launches have the kernels and the most scratch of all.
+
+        The keys of a single token are split, with scratch for any number of parts.
+        """
+        return {(1, 1), (self.tokens, 1), (self.tokens, min(self.requests, self.tokens))}
+
 
 class SharedScratch:
     """Scratch for launches that follow one another on a stream of a device.

@@ -6,14 +6,10 @@ namespace context_attention {
 
 using Output = float[VALUE_DIM / 2];
 
-#if SPLIT_KEYS
-// Elements between the parts of a row with so many in each of its heads: [tokens, splits, heads, elements].
+// Elements in front of this part of a row, whose heads have so many each: [tokens, splits, heads, elements].
 DEVICE int64_t part_offset(const Params& p, int elements) {
-    return static_cast<int64_t>(blockIdx.y) * (p.head_packs << p.packed_log2) * elements;
+    return SPLIT_KEYS ? static_cast<int64_t>(blockIdx.y) * (p.head_packs << p.packed_log2) * elements : 0;
 }
-#else
-DEVICE int64_t part_offset(const Params&, int) { return 0; }
-#endif
 
 // Where a row of a row tile lies.
 struct RowAddress {

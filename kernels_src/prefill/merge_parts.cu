@@ -16,9 +16,9 @@ using Params = MergePartsParams;
 
 namespace merge_parts {
 
-constexpr int THREADS = MERGE_THREADS, WARPS = THREADS / 32;
+constexpr int THREADS = MERGE_PARTS_THREADS, WARPS = THREADS / 32;
 constexpr int LANE_COLUMNS = 4, WARP_COLUMNS = 32 * LANE_COLUMNS, MOST_COLUMNS = 256;
-constexpr int MOST_SPLITS = 64, WARP_SPLITS = MOST_SPLITS / WARPS;
+constexpr int MOST_SPLITS = MERGE_PARTS_MAX_SPLITS, WARP_SPLITS = MOST_SPLITS / WARPS;
 constexpr float LOG2_E = 1.4426950408889634f;
 
 struct Row {

@@ -114,11 +114,11 @@ struct Schedule {
         const int end = visible_end(p, work, position_of(work, last_token));
         work.first = begin / TILE_TOKENS;
         work.last = end > begin ? (end + TILE_TOKENS - 1) / TILE_TOKENS : work.first;
-#if SPLIT_KEYS
-        const int tiles = (work.kv_len + TILE_TOKENS - 1) / TILE_TOKENS, split = blockIdx.y, splits = gridDim.y;
-        work.first = max(work.first, tiles * split / splits);
-        work.last = max(work.first, min(work.last, tiles * (split + 1) / splits));
-#endif
+        if constexpr (SPLIT_KEYS) {
+            const int tiles = (work.kv_len + TILE_TOKENS - 1) / TILE_TOKENS, split = blockIdx.y, splits = gridDim.y;
+            work.first = max(work.first, tiles * split / splits);
+            work.last = max(work.first, min(work.last, tiles * (split + 1) / splits));
+        }
     }
 };
 

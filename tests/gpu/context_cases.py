@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from cubin_runtime.attention.context_reference import context_attention_reference
+from cubin_runtime.kernels.native.prefill import select
 from tests.gpu.decode_values import KINDS, bits_of, normal_bits, values_of
 from tests.gpu.kv_scales import FORMS as FORMS_OF_SCALES
 from tests.gpu.kv_scales import draw_kv_scales
@@ -233,6 +235,16 @@ def _one(rng: np.random.Generator, values: Any) -> Any:
 
 def _flag(rng: np.random.Generator) -> bool:
     return bool(rng.integers(2))
+
+
+def splits_up_to(parts: int) -> Callable[..., int]:
+    """In place of ``select._splits``: so many parts, or as many as there is room for, wherever keys may be split."""
+
+    def splits(shape: select.ContextShape, device: Any, _: int) -> int:
+        most = min(parts, select._most_splits(shape, device))
+        return most if most > 1 else 0
+
+    return splits
 
 
 def nan_of(case: ContextCase) -> int:

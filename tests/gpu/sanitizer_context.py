@@ -10,7 +10,7 @@ import numpy as np
 
 from cubin_runtime.attention import Runtime
 from cubin_runtime.kernels.native.prefill import select
-from tests.gpu.context_cases import HEAD_DIMS, random_context_case
+from tests.gpu.context_cases import HEAD_DIMS, random_context_case, splits_up_to
 from tests.gpu.context_device import context_on_device
 
 
@@ -41,7 +41,7 @@ def split_keys(runtime: Runtime) -> set[str]:
         given = {"head_dim": head_dim, "dtype": dtype, "logit_soft_cap": cap, "e4m3": e4m3, "group": 4}
         given |= {"batch_invariant": False, "window_left": -1, "lse_sink": True}
         with (
-            patch.object(select, "_splits", lambda *_: 2),
+            patch.object(select, "_splits", splits_up_to(2)),
             context_on_device(runtime, random_context_case(rng, **given), rng, guard=0) as device,
         ):
             device.run()

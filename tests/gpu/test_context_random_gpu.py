@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 
 from cubin_runtime.attention import Runtime
 from cubin_runtime.kernels.native.prefill import select
-from tests.gpu.context_cases import ContextCase, random_context_case
+from tests.gpu.context_cases import ContextCase, random_context_case, splits_up_to
 from tests.gpu.context_device import context_on_device
 from tests.gpu.device_checks import assert_all_pass, assert_right_twice
 from tests.gpu.seeds import SEED
@@ -32,19 +30,9 @@ def test_random_context_cases_match_float64(runtime: Runtime, chunk: int) -> Non
 def test_random_cases_with_split_keys_match_float64(
     runtime: Runtime, monkeypatch: pytest.MonkeyPatch, parts: int, chunk: int
 ) -> None:
-    split_into(monkeypatch, parts)
+    monkeypatch.setattr(select, "_splits", splits_up_to(parts))
     first = CASES * (CHUNKS + chunk)
     assert_all_pass(range(first, first + CASES), lambda index: run_case(runtime, index), drawn)
-
-
-def split_into(monkeypatch: pytest.MonkeyPatch, parts: int) -> None:
-    """Split keys into so many parts, or as many as there is room for, wherever they may be split."""
-
-    def splits(shape: select.ContextShape, device: Any, _: int) -> int:
-        most = min(parts, select._most_splits(shape, device))
-        return most if most > 1 else 0
-
-    monkeypatch.setattr(select, "_splits", splits)
 
 
 def run_case(runtime: Runtime, index: int) -> None:

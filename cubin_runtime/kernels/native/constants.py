@@ -80,6 +80,8 @@ class KernelConstants:
     merge_threads: int = _number(256, "threads of a CTA of merge_states")
     merge_ctas_per_multiprocessor: int = _number(4, "CTAs of it on a multiprocessor, at most")
     merge_values: int = _number(8, "neighbouring values that one of them merges at a time")
+    merge_parts_threads: int = _number(256, "threads of a CTA of merge_parts")
+    merge_parts_max_splits: int = _number(64, "parts into which keys of context attention are split, at most")
     draft_mask_threads: int = _number(128, "threads of a CTA of draft_mask")
     streaming_threads: int = _number(512, "threads of a CTA of streaming_read")
     streaming_loads: int = _number(8, "16-byte loads of one of them for each chunk")

@@ -43,11 +43,11 @@ _FIXED_US = 10.0
 _E4M3_TILE_US = {64: 1.77, 128: 2.42, 192: 3.30, 256: 2.37}
 _CONVERSION_US = 5.0
 _CONVERSION_BYTES_US = 3.5e6
-# The keys of a request are split into at most so many parts, if row tiles of so many rows leave multiprocessors idle.
-MOST_SPLITS = 64
+# Keys are split if row tiles of so many rows leave multiprocessors idle, into as many parts as the merge takes.
 _SPLIT_ROWS = 128
+MOST_SPLITS = CONSTANTS.merge_parts_max_splits
 # Warps of a CTA that merges, the parts that each of them adds, and the CTAs that are on a multiprocessor at once.
-_MERGE_WARPS = CONSTANTS.merge_threads // 32
+_MERGE_WARPS = CONSTANTS.merge_parts_threads // 32
 _MERGE_WARP_SPLITS = MOST_SPLITS // _MERGE_WARPS
 _MERGE_CTAS = 3
 # Merging the parts: its launch, each part of a row, and bytes in a microsecond.
@@ -123,6 +123,10 @@ class ContextShape:
         columns = self.head_dim + self.value_dim
         size = math.prod(self.copy) * self.kv_heads * columns * BY_SHORT[self.dtype].nbytes
         return size if size <= _CONVERSION_BYTES else 0
+
+    def row_tiles(self, rows: int) -> int:
+        """Tiles of so many rows that a head pack has in all requests, at most: each fills all of its tiles but one."""
+        return self.tokens * self.packed // rows + self.batch
 
     def section_packs(self, multiprocessors: int, rows: int) -> int:
         """Packs whose work tiles, of ``rows`` rows, are interleaved; sections are about equal."""
@@ -236,9 +240,8 @@ def select_context_attention(
             + ("; ".join(f"{c.kernel.name}: {c.unfit}" for c in candidates) or "the release has none")
         )
     best = fitting[0]
-    # Each request fills all of its row tiles but one.
     rows = int(best.traits["rows"])
-    row_tiles = shape.tokens * shape.packed // rows + shape.batch
+    row_tiles = shape.row_tiles(rows)
     work_tiles = row_tiles * shape.head_packs
     status = "" if best.status == MEASURED else f", {best.status}"
     bits = f"; segments of {CONSTANTS.segment_tokens} keys, as in decode" if shape.segments else ""
@@ -350,11 +353,11 @@ def _most_splits(shape: ContextShape, device: DeviceFacts) -> int:
     """The most parts of the keys that a wave of CTAs computes, with as many rows; below 2: they are not to be split."""
     if not shape.splittable or shape.batch_invariant:
         return 0
-    row_tiles = shape.tokens * shape.packed // _SPLIT_ROWS + shape.batch
+    row_tiles = shape.row_tiles(_SPLIT_ROWS)
     if shape.q_len:
-        row_tiles = min(row_tiles, shape.batch * -(-shape.q_len * shape.packed // _SPLIT_ROWS))
-    # Of a padded batch, tokens may be more than requests have.
-    row_tiles = max(row_tiles, -(-shape.tokens * shape.packed // _SPLIT_ROWS))
+        of_requests = shape.batch * -(-shape.q_len * shape.packed // _SPLIT_ROWS)
+        # Of a padded batch, tokens may be more than requests have.
+        row_tiles = min(row_tiles, max(of_requests, -(-shape.tokens * shape.packed // _SPLIT_ROWS)))
     return min(device.multiprocessors // (row_tiles * shape.head_packs), MOST_SPLITS)
 
 
@@ -373,9 +376,8 @@ def _splits(shape: ContextShape, device: DeviceFacts, tile_tokens: int) -> int:
 
     def time_of(splits: int, keys: int) -> float:
         tiles = -(-keys // tile_tokens)
-        if not splits:
-            return _FIXED_US + _TILE_US[shape.head_dim] * tiles
-        return _FIXED_US + _TILE_US[shape.head_dim] * -(-tiles // splits) + merge_us(shape, splits)
+        of_part = -(-tiles // max(1, splits))
+        return _FIXED_US + _TILE_US[shape.head_dim] * of_part + (merge_us(shape, splits) if splits else 0.0)
 
     times = [[time_of(splits, keys) for keys in lengths] for splits in choices]
     least = [min(of_length) for of_length in zip(*times, strict=True)]
