@@ -1,4 +1,4 @@
-"""Tables of decodes planned for long contexts, and of the same decodes timed in other ways, from their JSON."""
+"""Tables of attention as engines call it, and of the same decodes timed in other ways, from their JSON."""
 
 from __future__ import annotations
 
@@ -12,16 +12,29 @@ from .tables import PEER_LABELS, Report, table, us
 
 def planned(report: Report) -> tuple[str, ...]:
     """A title and a table: ours by what it was planned for, and the others; the ratio is to the longest."""
-    names = list(dict.fromkeys(name for row in report["rows"] for name in row["us"]))
-    longest = f"ours, {report['bounds'][-1]}"
-
-    def line(row: Mapping[str, Any]) -> list[str]:
-        times = [us(row["us"][name]) if name in row["us"] else "failed" for name in names]
-        return [f"{row['section']}, {row['label']}", *times, _ratio(row["us"], longest)]
-
-    head = ["", *names, "ratio"]
     title = f"### Planned for the longest context, as engines do, bf16, pages of {report['page']} keys"
-    return title, _place(report), table(head, map(line, report["rows"]))
+    return title, _place(report), _by_bound(report, f"ours, {report['bounds'][-1]}")
+
+
+def chunks(report: Report) -> tuple[str, ...]:
+    """A title and a table of new query tokens behind cached contexts; the ratio is to the tight bound, as engines'."""
+    title = f"## New tokens behind cached contexts, bf16, pages of {report['page']} keys"
+    return title, _place(report), _by_bound(report, "ours, tight")
+
+
+def _by_bound(report: Report, ours: str) -> str:
+    names = list(dict.fromkeys(name for row in report["rows"] for name in row["us"]))
+
+    def time_of(row: Mapping[str, Any], name: str) -> str:
+        if name in row["us"]:
+            return us(row["us"][name])
+        return "failed" if name in row["errors"] else "-"
+
+    lines = [
+        [f"{row['section']}, {row['label']}", *(time_of(row, name) for name in names), _ratio(row["us"], ours)]
+        for row in report["rows"]
+    ]
+    return table(["", *names, "ratio"], lines)
 
 
 def _place(report: Report) -> str:

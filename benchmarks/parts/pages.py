@@ -59,13 +59,13 @@ def _profiled(results: Path, name: str) -> tuple[str, ...]:
 
 
 def _prefill(results: Path) -> str:
-    report, over_e4m3 = _reports(results, "prefill", "context_e4m3")
+    report, chunks, over_e4m3 = _reports(results, "prefill", "engine_chunks", "context_e4m3")
     if report.get("schema") != prefill_page.SCHEMA:
         return NOT_MEASURED
     profile = report_of(results / "prefill_profile.json")
     title, balance = prefill_page.balance(profile)
     parts = (*summary.slower(report), prefill_page.figures(report), title, _aged(balance, profile["rows"], results))
-    parts += prefill_page.over_e4m3(over_e4m3)
+    parts += (*regime.chunks(chunks), *prefill_page.over_e4m3(over_e4m3))
     return explained("\n\n".join(parts))
 
 

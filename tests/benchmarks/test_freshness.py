@@ -31,7 +31,7 @@ DIGESTS = frozenset({"a", "b"})
 BY_ROW = {
     "results/decode": ("decode", "decode_groups", "engine_regime", "method_check"),
     "results/mla": ("mla", "sparse_mla", "sparse_mla_soak"),
-    "results/prefill": ("prefill", "context_e4m3"),
+    "results/prefill": ("prefill", "engine_chunks", "context_e4m3"),
     "results/h100": ("decode_h100", "mla_h100", "prefill_h100"),
 }
 # Pages whose figures are said to be of an earlier release if one row is, by the reports.
@@ -183,5 +183,12 @@ def test_tables_of_regimes_and_methods_mark_stale_rows_and_say_ratios() -> None:
     assert where == (
         "GPU; FlashAttention-3 of vLLM 0.26.0; 2026-01-02. Medians of 5 rounds. fa2 was not there (`ImportError: x`)."
     )
+    behind = {"us": {"ours, tight": 9.0, "ours, 64": 8.0, "fa3": 10.0}, "errors": {"fa3": "x"}}
+    less = row | {"us": {"ours, tight": 8.0}}
+    lines = regime.chunks(
+        marked(report | {"skipped": {}, "rows": [row | behind, less | {"errors": {"fa3": "x"}}]}, DIGESTS)
+    )[2]
+    assert f"| few heads, 8 x 1024{MARK} | 9.0 us | 8.0 us | 10.0 us | 1.11 |" in lines
+    assert f"| few heads, 8 x 1024{MARK} | 8.0 us | - | failed |  |" in lines
     other = {"label": "8 x 1024", "us": {"one way": {"ours": 8.0, "fa2": 10.0}, "another": {"fa2": 9.0}}}
     assert f"| 8 x 1024{MARK} | 8.0 us, 1.25 | failed |" in regime.other_methods(marked({"rows": [other]}, DIGESTS))[1]
