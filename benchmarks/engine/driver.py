@@ -146,7 +146,10 @@ class Run(ABC):
         self.result["environment"]["packages"][self.engine] = version(self.engine)
 
     def row(self, **row: Any) -> None:
-        """Add a row, and write the result."""
+        """Add a row, with the layers of its model, and write the result."""
+        if "model" in row:
+            config = json.loads((self.models / row["model"] / "config.json").read_text())
+            row["num_layers"] = config["num_hidden_layers"]
         self.result["rows"].append(row)
         keep(self.result, self.path)
         print(json.dumps({key: value for key, value in row.items() if key != "kernels"}), flush=True)

@@ -52,20 +52,20 @@ CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-eagle": ("LlamaConfig", LLAMA | {"num_hidden_layers": 1}),
     "gemma2": ("Gemma2Config", GEMMA2),
     "gemma3": ("Gemma3TextConfig", GEMMA_4B | {"num_hidden_layers": 6, "sliding_window": 512}),
-    "gemma3-shape": ("Gemma3TextConfig", GEMMA_12B | {"num_hidden_layers": 8, "sliding_window": 1024}),
+    "gemma3-shape": ("Gemma3TextConfig", GEMMA_12B | {"num_hidden_layers": 48, "sliding_window": 1024}),
     "qwen3moe": ("Qwen3MoeConfig", QWEN | {"num_hidden_layers": 4, "num_experts": 16, "num_experts_per_tok": 4}),
-    "qwen3moe-shape": ("Qwen3MoeConfig", QWEN | {"num_hidden_layers": 8, "num_experts": 128, "num_experts_per_tok": 8}),
+    "qwen3moe-shape": ("Qwen3MoeConfig", QWEN | {"num_hidden_layers": 32, "num_experts": 128, "num_experts_per_tok": 8}),
     "gptoss": ("GptOssConfig", GPT_OSS | {"num_hidden_layers": 4, "num_local_experts": 8}),
     "deepseek": ("DeepseekV3Config", DEEPSEEK_SMALL | {"num_hidden_layers": 4}),
     "deepseek-lists": ("DeepseekV32Config", DEEPSEEK_LISTS | {"num_hidden_layers": 4}),
     **{name: ("DeepseekV32Config", sizes) for name, sizes in LISTS_OF_2048.items()},
-    "deepseek-shape": ("DeepseekV3Config", DEEPSEEK | {"num_hidden_layers": 8}),
+    "deepseek-shape": ("DeepseekV3Config", DEEPSEEK | {"num_hidden_layers": 16}),
     # Of whose keys a rank has as many as the others.
     "one-kv-head": ("LlamaConfig", LLAMA | {"num_hidden_layers": 4, "num_key_value_heads": 1}),
     "one-kv-head-shape": ("LlamaConfig", LLAMA | {"num_hidden_layers": 16, "num_key_value_heads": 1}),
     "alibi-shape": ("BloomConfig", {"hidden_size": 1024, "n_layer": 2, "n_head": 8, "vocab_size": VOCABULARY}),
     "wide-shape": ("LlamaConfig", LLAMA | {"num_hidden_layers": 2, "num_attention_heads": 8, "head_dim": 512}),
-    "gptoss-shape": ("GptOssConfig", GPT_OSS | {"num_hidden_layers": 8, "num_local_experts": 32}),
+    "gptoss-shape": ("GptOssConfig", GPT_OSS | {"num_hidden_layers": 24, "num_local_experts": 32}),
 }
 
 

@@ -146,7 +146,7 @@ def _layers_with_lists(_: str, rows: Sequence[Row]) -> str:
 
 
 def _model(row: Row) -> str:
-    """A row's model, with the layers that it had then, and where it ran if that differs between rows."""
+    """A row's model, with the layers that it had, and where it ran if that differs between rows."""
     name = MODELS[row["model"]]
     if "num_layers" in row:
         name = re.sub(r"\d+ layers", f"{row['num_layers']} layers", name)
@@ -165,7 +165,7 @@ def _jobs(engine: str, rows: Sequence[Row]) -> str:
         shown = [f"{ratios[each]:.2f}" if each in ratios else "-" for each in (kind, "decode")]
         seconds = (f"{best[ours]:.2f}", f"{best[peer]:.2f} ({_name(peer)})")
         job = f"{row['job']}{', prompts cached' if kind == 'cached' else ''}"
-        lines.append((MODELS[row["model"]], job, *seconds, *shown))
+        lines.append((_model(row), job, *seconds, *shown))
     return _table(("model", "requests x prompt + new tokens", "ours, s", "other, s", "job", "decodes"), lines)
 
 
