@@ -2,7 +2,7 @@
 
 #include <string.h>
 
-enum { ABI = 5 };
+enum { ABI = 6 };
 
 static PyObject **first_of(PyObject *object, References references) {
   return (PyObject **)((char *)object + references.offset);

@@ -6,12 +6,6 @@
 #include <string.h>
 
 static int write_integer(unsigned char *at, char code, PyObject *value) {
-  if (code == 'Q') {
-    unsigned long long word = PyLong_AsUnsignedLongLong(value);
-    if (word == (unsigned long long)-1 && PyErr_Occurred()) return -1;
-    memcpy(at, &word, 8);
-    return 0;
-  }
   long long word = PyLong_AsLongLong(value);
   if (word == -1 && PyErr_Occurred()) return -1;
   if ((code == 'i' && word != (int32_t)word) || (code == 'I' && word != (uint32_t)word)) {
@@ -34,15 +28,24 @@ static int write_float(unsigned char *at, const Value *value) {
   return 0;
 }
 
-static int write_value(unsigned char *at, char code, const Value *value) {
-  if (code == 'f') return write_float(at, value);
-  if (value->number != NULL) return write_integer(at, code, value->number);
-  if (code != 'Q') {
-    PyErr_Format(PyExc_TypeError, "an address for a field of format %c", code);
-    return -1;
+static int write_address(const Sender *self, unsigned char *at, char code, const Value *value) {
+  uint64_t address = value->number == NULL ? value->address : PyLong_AsUnsignedLongLong(value->number);
+  if (address == (uint64_t)-1 && PyErr_Occurred()) return -1;
+  if (code != MAP) {
+    memcpy(at, &address, 8);
+    return 0;
   }
-  memcpy(at, &value->address, 8);
-  return 0;
+  int refused = self->replace(at, (void *)(uintptr_t)address);
+  if (refused) PyErr_Format(PyExc_ValueError, "cuTensorMapReplaceAddress returned %d", refused);
+  return refused ? -1 : 0;
+}
+
+static int write_value(const Sender *self, unsigned char *at, char code, const Value *value) {
+  if (code == 'f') return write_float(at, value);
+  if (code == 'Q' || code == MAP) return write_address(self, at, code, value);
+  if (value->number != NULL) return write_integer(at, code, value->number);
+  PyErr_Format(PyExc_TypeError, "an address for a field of format %c", code);
+  return -1;
 }
 
 static PyObject *entry_of(const Sender *self, const unsigned char *parameters) {
@@ -69,7 +72,7 @@ static int note(const Sender *self, const unsigned char *parameters) {
 int fill(const Sender *self, const Value *values, Parameters *parameters) {
   memcpy(parameters->bytes, self->bytes, (size_t)self->size);
   for (Py_ssize_t i = 0; i < self->count; i++) {
-    if (write_value(parameters->bytes + self->field[i].offset, self->field[i].code, &values[i])) return -1;
+    if (write_value(self, parameters->bytes + self->field[i].offset, self->field[i].code, &values[i])) return -1;
   }
   return 0;
 }
@@ -96,16 +99,17 @@ static PyObject *send(PyObject *object, PyObject *const *given, Py_ssize_t count
 }
 
 static PyObject *new_sender(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
-  static char *names[] = {"call",   "config", "function", "parameters", "fields", "launch",
-                          "stream", "record", "tick",     "kept",       "entry",  NULL};
+  static char *names[] = {"call",   "replace", "config", "function", "parameters", "fields", "launch",
+                          "stream", "record",  "tick",   "kept",     "entry",      NULL};
   Sender *self = allocate(type);
   if (self == NULL) return NULL;
-  unsigned long long call, config, function;
+  unsigned long long call, replace, config, function;
   int parsed = PyArg_ParseTupleAndKeywords(
-      arguments, keywords, "KKKSSOOOOO|O", names, &call, &config, &function, &self->parameters, &self->fields,
-      &self->launch, &self->stream, &self->record, &self->tick, &self->kept, &self->entry);
+      arguments, keywords, "KKKKSSOOOOO|O", names, &call, &replace, &config, &function, &self->parameters,
+      &self->fields, &self->launch, &self->stream, &self->record, &self->tick, &self->kept, &self->entry);
   if (hold_all((PyObject *)self, REFERENCES(Sender, parameters, entry), parsed) == NULL) return NULL;
   self->call = (LaunchKernelEx)(uintptr_t)call;
+  self->replace = (ReplaceAddress)(uintptr_t)replace;
   self->config = (const void *)(uintptr_t)config;
   self->function = (void *)(uintptr_t)function;
   self->size = PyBytes_Size(self->parameters);

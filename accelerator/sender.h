@@ -12,12 +12,15 @@ enum { MOST_BYTES = 4096, ALIGNMENT = 128, MOST_FIELDS = 64 };
 enum { MOST_SLOTS = 96, MOST_TENSORS = 32, MOST_LAUNCHES = 4, MOST_KEYED = 4, MOST_FACTORS = 8 };
 
 typedef int (*LaunchKernelEx)(const void *config, void *function, void **parameters, void **extra);
+typedef int (*ReplaceAddress)(void *tensor_map, void *address);
 
 // Tables come as bytes, which Python packs as the compiler lays these structs out (launch/accelerator.py).
 typedef struct {
   uint32_t offset;
-  char code;  // as in Python's struct module
+  char code;  // as in Python's struct module, or MAP: a descriptor, which gets another address
 } Field;
+
+enum { MAP = 'M' };
 
 // What a field gets: a Python number, or where that is NULL an address, or a product.
 typedef struct {
@@ -29,6 +32,7 @@ typedef struct {
 typedef struct {
   PyObject_HEAD
   LaunchKernelEx call;
+  ReplaceAddress replace;
   const void *config;  // a CUlaunchConfig, which nobody writes
   void *function;
   PyObject *parameters, *fields;  // bytes

@@ -54,7 +54,10 @@ CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("Gemma3TextConfig", GEMMA_4B | {"num_hidden_layers": 6, "sliding_window": 512}),
     "gemma3-shape": ("Gemma3TextConfig", GEMMA_12B | {"num_hidden_layers": 48, "sliding_window": 1024}),
     "qwen3moe": ("Qwen3MoeConfig", QWEN | {"num_hidden_layers": 4, "num_experts": 16, "num_experts_per_tok": 4}),
-    "qwen3moe-shape": ("Qwen3MoeConfig", QWEN | {"num_hidden_layers": 32, "num_experts": 128, "num_experts_per_tok": 8}),
+    "qwen3moe-shape": (
+        "Qwen3MoeConfig",
+        QWEN | {"num_hidden_layers": 32, "num_experts": 128, "num_experts_per_tok": 8},
+    ),
     "gptoss": ("GptOssConfig", GPT_OSS | {"num_hidden_layers": 4, "num_local_experts": 8}),
     "deepseek": ("DeepseekV3Config", DEEPSEEK_SMALL | {"num_hidden_layers": 4}),
     "deepseek-lists": ("DeepseekV32Config", DEEPSEEK_LISTS | {"num_hidden_layers": 4}),

@@ -7,12 +7,13 @@ from functools import cache
 from struct import Struct
 from typing import Any
 
-_ABI = 5
+_ABI = 6
 # The attributes that it reads, and the rows of its tables, as its C declares them.
 NAMES = ("_current_level", "of_legacy", "place", "owner", "context", "claim")
 MAX_FIELDS = 64
 MAX_FACTORS = 8
 FIELD = Struct("@Ic3x")  # offset, code
+MAP = b"M"  # the code of a descriptor, which gets another address
 TEST = Struct("@iiPqq")  # kind, slot, what the argument is compared with, low, high
 ROW = Struct("@iiiQQ")  # slot, whether its address counts and is part of the key, mask, rest
 SIZE = Struct("@iq")  # kind, number

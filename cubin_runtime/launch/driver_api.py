@@ -86,6 +86,7 @@ PROTOTYPES: dict[str, Prototype] = {
         "cuTensorMapEncodeTiled",
         *(_ADDRESS, _INT, _UINT, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS, _INT, _INT, _INT, _INT),
     ),
+    "cuTensorMapReplaceAddress": _f("cuTensorMapReplaceAddress", _ADDRESS, _ADDRESS),
     "cuLaunchKernelEx": Prototype(("cuLaunchKernelEx",), (_ADDRESS,) * 4, converted=False),
 }
 

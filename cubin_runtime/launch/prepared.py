@@ -62,7 +62,7 @@ class PreparedLaunches:
             _check_fits(plan, kernel)
         self.launches = tuple([PreparedLaunch(plan, kernel, names) for plan, kernel in launches])
         self._device, self._context = kernels[0].device, kernels[0].context
-        self._driver = driver
+        self.driver = driver
         self.names = tuple(names)
         # Not `or`: an empty cache is false.
         self._descriptors = TensorMapCache(driver) if descriptors is None else descriptors
@@ -140,27 +140,29 @@ class PreparedLaunches:
 
     def failed(self, code: int) -> DriverCallError:
         """The error for what the driver answered to a launch."""
-        return self._driver.error("cuLaunchKernelEx", code, self._context)
+        return self.driver.error("cuLaunchKernelEx", code, self._context)
 
     def contents(
         self, run_values: Sequence[Any], *, written: frozenset[int], maps: Mapping[int, bytes] | None = None
     ) -> list[dict[str, object]]:
-        """The fields of each launch: as given where they are not written at each call, else those of the plan."""
+        """The fields of each launch: as given where they are not written at each call, else those of the plan.
+
+        Descriptors are always those of the run, which has encoded them as a rule.
+        """
         contents = []
         for launch in self.launches:
             values, specs = dict(launch.plan.values), dict(launch.specs)
             for field, number, code in launch.inputs:
-                if number in written:
-                    continue
                 if code:
-                    values[field.name] = run_values[number]
+                    if number not in written:
+                        values[field.name] = run_values[number]
                 elif maps is not None:
                     values[field.name] = maps[number]
                     del specs[field.name]
                 else:
                     specs[field.name] = specs[field.name]._replace(address=run_values[number])
             if specs:
-                with self._driver.using(self._context):
+                with self.driver.using(self._context):
                     values |= {name: self._descriptors.encode(spec) for name, spec in specs.items()}
             contents.append(values)
         return contents
@@ -170,7 +172,7 @@ class PreparedLaunches:
 
         True: the stream is of another context of the device, and nothing was launched.
         """
-        driver, context, ordinal = self._driver, self._context, self._device.ordinal
+        driver, context, ordinal = self.driver, self._context, self._device.ordinal
         driver.check_process()
         if code in _ELSEWHERE and (is_default(stream) or not driver.is_capturing(stream)):
             stream_context = driver.context_on(ordinal) if is_default(stream) else driver.stream_context(stream)

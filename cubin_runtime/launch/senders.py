@@ -9,13 +9,14 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
 from ..errors import CubinRuntimeError
-from .accelerator import FIELD, MAX_FIELDS, accelerator, packed
+from .accelerator import FIELD, MAP, MAX_FIELDS, accelerator, packed
 from .prepared import ParameterBlock, PreparedLaunch, PreparedLaunches
 
 Sends = tuple[Callable[..., int], ...]  # of the launches in order: the written values to the driver's answer
 NOT_WRITTEN = (TypeError, ValueError, OverflowError, struct.error)  # a value does not fit its field
 _MAX_KEYS = 1024  # sets of resident addresses, such as the layers of a model
 _MAX_BYTES = 4096  # of parameters, which the accelerator copies to its stack
+_REPLACE = "cuTensorMapReplaceAddress"
 
 
 class Maker(Protocol):
@@ -88,17 +89,17 @@ class Senders:
 def senders_of(prepared: PreparedLaunches, written: Collection[int]) -> Senders:
     """Senders of launches with the values of the numbers ``written``; others are the same for all of a key."""
     numbers, module = frozenset(written), accelerator()
-    accelerated = module is not None and prepared.profiler is None and _can_accelerate(prepared.launches, numbers)
+    accelerated = module is not None and prepared.profiler is None and _can_accelerate(prepared, numbers)
     make = in_c(module, prepared, numbers) if accelerated else by_ctypes(prepared, numbers)
     return Senders(prepared, numbers, make, accelerated=accelerated)
 
 
-def _can_accelerate(launches: Sequence[PreparedLaunch], written: frozenset[int]) -> bool:
-    """Return whether the accelerator can write what is written at each call, which descriptors are not."""
-    inputs = [[item for item in launch.inputs if item.value in written] for launch in launches]
-    sizes = (launch.plan.layout.size for launch in launches)
+def _can_accelerate(prepared: PreparedLaunches, written: frozenset[int]) -> bool:
+    """Return whether the accelerator can write what is written at each call; descriptors, if the driver can."""
+    inputs = [[item for item in launch.inputs if item.value in written] for launch in prepared.launches]
+    sizes = (launch.plan.layout.size for launch in prepared.launches)
     return (
-        all(item.code for items in inputs for item in items)
+        (all(item.code for items in inputs for item in items) or prepared.driver.has(_REPLACE))
         and max(sizes) <= _MAX_BYTES
         and max(map(len, inputs)) <= MAX_FIELDS
     )
@@ -106,13 +107,18 @@ def _can_accelerate(launches: Sequence[PreparedLaunch], written: frozenset[int])
 
 def in_c(module: Any, prepared: PreparedLaunches, written: frozenset[int]) -> Maker:
     """Senders of the accelerator, which need no lock and no memory for each call."""
-    address, history = ctypes.cast(prepared.call, ctypes.c_void_p).value, prepared.history
+    driver, history = prepared.driver, prepared.history
+    call, replace = (
+        ctypes.cast(driver.function(name), ctypes.c_void_p).value if driver.has(name) else 0  # type: ignore[arg-type]
+        for name in ("cuLaunchKernelEx", _REPLACE)
+    )
 
     def make(launch: PreparedLaunch, stream: int, contents: Mapping[str, object]) -> Callable[..., int]:
         config, parameters = launch.config_on(stream), launch.plan.layout.pack(contents)
-        fields = [(item.field.offset, item.code.encode()) for item in launch.inputs if item.value in written]
+        fields = [(item.field.offset, item.code.encode() or MAP) for item in launch.inputs if item.value in written]
         sender = module.Sender(
-            call=address,
+            call=call,
+            replace=replace,
             config=ctypes.addressof(config),
             function=launch.function,
             parameters=parameters,

@@ -17,7 +17,7 @@ from ..errors import UsageError
 if TYPE_CHECKING:
     from .driver import Driver
 
-_MOST_MOVED = 128
+_MOST_MOVED = 512
 
 
 class DataType(NamedTuple):

@@ -772,3 +772,11 @@ CUresult CUDAAPI cuTensorMapEncodeTiled(CUtensorMap *map, CUtensorMapDataType ty
   memcpy(map, &made, whole_descriptors ? sizeof made : sizeof address);
   LEAVE
 }
+
+CUresult CUDAAPI cuTensorMapReplaceAddress(CUtensorMap *map, void *address) {
+  ENTER("cuTensorMapReplaceAddress")
+  if ((size_t)map % 64) REFUSE(CUDA_ERROR_INVALID_VALUE);
+  say("cuTensorMapReplaceAddress address=%p\n", address);
+  memcpy(map, &address, sizeof address);  // which comes first in what cuTensorMapEncodeTiled makes
+  LEAVE
+}

@@ -1,7 +1,8 @@
-"""Every distinct TMA descriptor of the recorded reference launches, encoded by a real driver."""
+"""Every distinct TMA descriptor of the recorded reference launches, encoded and moved by a real driver."""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import lzma
 from pathlib import Path
@@ -39,17 +40,21 @@ def spec_of(recorded: dict[str, Any]) -> TensorMapSpec:
     )
 
 
-def test_every_recorded_descriptor_is_taken_by_our_rules_and_by_the_driver() -> None:
+def test_every_recorded_descriptor_is_taken_by_our_rules_and_by_the_driver_and_may_be_moved() -> None:
     with lzma.open(RECORDS, "rt") as lines:
         recorded = [call for line in lines for call in (json.loads(line).get("tma") or {}).values() if call]
     specs = {spec for spec in map(spec_of, recorded) if spec.dtype != PACKED}
     driver = Driver()
     driver.set_current(driver.primary_context(0))
     memory = driver.allocate(4096)
+    buffer = ctypes.create_string_buffer(192)
+    aligned = -(-ctypes.addressof(buffer) // 64) * 64
     try:
         for spec in specs:
-            placed = spec._replace(address=memory + spec.address)
-            assert len(placed.encode(driver)) == 128
+            placed, moved = (spec._replace(address=memory + offset + spec.address) for offset in (0, 2048))
+            ctypes.memmove(aligned, placed.encode(driver), 128)
+            driver.call("cuTensorMapReplaceAddress", aligned, moved.address)
+            assert ctypes.string_at(aligned, 128) == moved.encode(driver)
     finally:
         driver.free(memory)
     assert len(specs) > 1000

@@ -12,12 +12,12 @@ import pytest
 from cubin_runtime.errors import UsageError
 from cubin_runtime.launch import accelerator
 from cubin_runtime.launch.driver import Driver, DriverCallError
-from cubin_runtime.launch.modules import KernelRequest, ModuleCache
+from cubin_runtime.launch.modules import KernelRequest, LoadedKernel, ModuleCache
 from cubin_runtime.launch.prepared import OtherContextError, PreparedLaunches
 from cubin_runtime.launch.senders import senders_of
 from cubin_runtime.launch.structs import Field, StructLayout
 from cubin_runtime.testing import StandIn
-from tests.launch.examples import DIGEST, LAYOUT, SYMBOL, cubin, kernel_facts, needs, plan
+from tests.launch.examples import DIGEST, LAYOUT, SPEC, SYMBOL, cubin, kernel_facts, needs, plan
 
 needs_accelerator = pytest.mark.skipif(
     accelerator.accelerator() is None, reason="cubin_runtime_accelerator is not installed: pip install ./accelerator"
@@ -38,12 +38,22 @@ def send(prepared: PreparedLaunches, make: Any, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.fixture
-def prepared(driver: Driver, standin: StandIn, context: int) -> PreparedLaunches:
+def kernel(driver: Driver, standin: StandIn, context: int) -> LoadedKernel:
     standin.add_kernel(SYMBOL, (LAYOUT.size,))
     cache = ModuleCache(driver, parse=lambda _: cubin(facts=kernel_facts()))
-    kernel = cache.kernel(KernelRequest(context, DIGEST, SYMBOL, lambda: b"", needs(dynamic_shared_bytes=200000)))
+    return cache.kernel(KernelRequest(context, DIGEST, SYMBOL, lambda: b"", needs(dynamic_shared_bytes=200000)))
+
+
+@pytest.fixture
+def prepared(driver: Driver, kernel: LoadedKernel) -> PreparedLaunches:
     made = plan(inputs={"out": "out", "batch": "batch", "scale": "scale"})
     return PreparedLaunches([made], [kernel], driver, NAMES)
+
+
+@pytest.fixture
+def with_descriptor(driver: Driver, kernel: LoadedKernel) -> PreparedLaunches:
+    """Whose descriptor is that of a tensor which moves."""
+    return PreparedLaunches([plan(inputs={"k": "k", "batch": "batch"})], [kernel], driver, ("k", "batch"))
 
 
 @needs_accelerator
@@ -60,6 +70,48 @@ def test_both_send_the_same_launch(
         found += [launch.seen for launch in standin.calls("cuLaunchKernelEx")[-2:]]
     assert found[0]["stream"] == "0x5007"
     assert all(seen == found[0] for seen in found)
+
+
+@needs_accelerator
+def test_both_send_a_descriptor_with_the_address_of_each_call(
+    with_descriptor: PreparedLaunches, standin: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    addresses, found = (0x7F0000000000, 1 << 47, 0x7F0000000000, 16), []
+    for make in (None, accelerator.accelerator()):
+        call, accelerated = send(with_descriptor, make, monkeypatch)
+        assert accelerated == (make is not None)
+        standin.clear_log()
+        for batch, address in enumerate(addresses):
+            call(0x5007, address, batch)
+        found.append([launch.seen["parameter0"] for launch in standin.calls("cuLaunchKernelEx")])
+    assert found[0] == found[1]
+    sent = [LAYOUT.unpack(bytes.fromhex(parameters))["k"] for parameters in found[0]]
+    assert sent == [SPEC._replace(address=address).encode(with_descriptor.driver) for address in addresses]
+    assert len(standin.calls("cuTensorMapReplaceAddress")) == len(addresses)
+
+
+@needs_accelerator
+def test_a_descriptor_that_the_driver_refuses_is_not_launched(
+    with_descriptor: PreparedLaunches, standin: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call, _ = send(with_descriptor, accelerator.accelerator(), monkeypatch)
+    standin.fail("cuTensorMapReplaceAddress", 1, times=1)
+    with pytest.raises(UsageError, match="with k=32, batch=1: cuTensorMapReplaceAddress returned 1"):
+        call(0x5007, 32, 1)
+    assert standin.calls("cuLaunchKernelEx") == []
+    call(0x5007, 32, 1)
+    assert len(standin.calls("cuLaunchKernelEx")) == 1
+
+
+@needs_accelerator
+def test_python_sends_descriptors_where_the_driver_cannot_change_them(
+    with_descriptor: PreparedLaunches, standin: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(with_descriptor.driver, "has", lambda name: name != "cuTensorMapReplaceAddress")
+    call, accelerated = send(with_descriptor, accelerator.accelerator(), monkeypatch)
+    call(0x5007, 32, 1)
+    assert not accelerated
+    assert len(standin.calls("cuLaunchKernelEx")) == 1
 
 
 @needs_accelerator
@@ -129,7 +181,14 @@ def test_threads_do_not_mix_their_parameters(
 @needs_accelerator
 def test_a_sender_takes_a_value_for_each_field() -> None:
     make = cast("Any", accelerator.accelerator()).Sender
-    given = {"call": 0, "config": 0, "function": 0, "parameters": bytes(16), "fields": accelerator.FIELD.pack(8, b"Q")}
+    given = {
+        "call": 0,
+        "replace": 0,
+        "config": 0,
+        "function": 0,
+        "parameters": bytes(16),
+        "fields": accelerator.FIELD.pack(8, b"Q"),
+    }
     given |= {"launch": None, "stream": 0, "record": print, "tick": print, "kept": None}
     with pytest.raises(TypeError, match="2 values, expected 1"):
         make(**given).send(1, 2)
@@ -141,7 +200,7 @@ def test_an_accelerator_of_another_abi_is_not_used(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "cubin_runtime_accelerator", module)
     found = accelerator.accelerator.__wrapped__  # what is installed is looked for once
     assert found() is None
-    module.ABI = 5
+    module.ABI = 6
     assert found() is module
 
 

@@ -128,10 +128,11 @@ class SizedPath:
             tests.append(ArgumentTest(Kind.INTEGER, self._bound, None, 0, plan.bounds[1]))
         if slot is not None:
             tests.append(ArgumentTest(Kind.WORKSPACE, slot, type(workspace), launched.context))
-        rows = keyed_rows(self._table.tensors, values, launched.prepared)
+        # No descriptor is kept for a tensor: the layers of a step have tensors of their own, later steps other sizes.
+        rows = keyed_rows(self._table.tensors, values, resident=())
         table = replace(self._table, tests=tuple(tests), tensors=rows, forms=KnownForms(()), values=values)
         place = PlaceFinder(launched, self._place.query is None, self._place.stream_slot, slot)
-        path = Path(table, launched.prepared, place, written_values(table, launched.prepared), self._arguments)
+        path = Path(table, launched.prepared, place, written_values(table, resident=()), self._arguments)
         with self._lock:
             if sizes in self._plans:
                 self._paths[sizes] = path

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...launch.prepared import PreparedLaunches
 from ...launch.workspace import SemaphoreWorkspace, Workspace
 from ...provenance import ArgumentAddress, ArgumentNumber
 from ...tensor import TensorView
@@ -126,7 +125,7 @@ class PathBuilder:
     def path(self, result: Any) -> Path:
         """The path of the call, which gave ``result``."""
         table = self.table(result)
-        written = written_values(table, self.launched.prepared)
+        written = written_values(table, self.launched.prepared.resident)
         place = PlaceFinder(self.launched, self.of_views, self.slot_of.get("stream"), self.workspace)
         return Path(table, self.launched.prepared, place, written, len(self.signature.parameters))
 
@@ -224,7 +223,7 @@ class PathBuilder:
             mask = _PLACED if is_memory else _ALIGNED
             rows.append(TensorRow(slot, item.address_of, mask, item.view.pointer & mask))
             memory |= {number} if is_memory else set()
-        return keyed_rows(rows, values, self.launched.prepared, memory)
+        return keyed_rows(rows, values, self.launched.prepared.resident, memory)
 
     def _made_row(self, number: int) -> Made:
         note, item = self.notes.new_tensors[number], self.new_tensors[number]
@@ -258,15 +257,15 @@ class PathBuilder:
 
 
 def keyed_rows(
-    rows: Sequence[TensorRow], values: Sequence[Source], prepared: PreparedLaunches, memory: Collection[int] = ()
+    rows: Sequence[TensorRow], values: Sequence[Source], resident: Collection[int], memory: Collection[int] = ()
 ) -> tuple[TensorRow, ...]:
-    """The rows, with those marked that tell senders apart: what descriptors stay for, and ``memory``."""
+    """The rows, with those marked that tell senders apart: what the ``resident`` values are made of, and ``memory``."""
     sources = {number: value.tensor for number, value in enumerate(values) if type(value) is Address}
-    held = {sources[number] for number in prepared.resident if number in sources}
+    held = {sources[number] for number in resident if number in sources}
     return tuple(row._replace(keyed=number in held or number in memory) for number, row in enumerate(rows))
 
 
-def written_values(table: CallTable, prepared: PreparedLaunches) -> frozenset[int]:
+def written_values(table: CallTable, resident: Collection[int]) -> frozenset[int]:
     """The numbers of the values that are written at each call: what is the same wherever the key is, is not."""
     placed = {number for number, row in enumerate(table.tensors) if row.mask == _PLACED}
     varying = [
@@ -274,7 +273,7 @@ def written_values(table: CallTable, prepared: PreparedLaunches) -> frozenset[in
         for number, value in enumerate(table.values)
         if type(value) is Product or (type(value) is Address and value.tensor not in placed)
     ]
-    return frozenset(varying) - prepared.resident
+    return frozenset(varying).difference(resident)
 
 
 def _is_workspace(value: Any) -> bool:

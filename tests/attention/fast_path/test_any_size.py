@@ -110,6 +110,22 @@ def test_the_third_call_of_a_size_asks_for_no_plan(
     assert full_paths.count == 4
 
 
+@pytest.mark.parametrize("name", ["context_attention over pages", "paged_decode of ragged queries"])
+def test_layers_with_caches_of_their_own_share_what_is_kept_for_a_size(
+    caller: Caller, calls: list[Call], full_paths: FullPaths
+) -> None:
+    named = replace(BUFFERS, context=caller.runtime.driver.primary_context(0))
+    own = [call.changed(workspace=named) for call in calls[:4]]
+    caches = [name for name in ("k", "v", "k_cache", "v_cache") if name in calls[0].arguments]
+    for call in own:
+        for _ in range(5):
+            layer = call.changed(**{name: caller.memory.tensor("bfloat16", 100, 64, 8, 128) for name in caches})
+            assert caller.outcome(layer) == caller.in_full(layer)
+    path, *_ = next(iter(caller.runtime.family_paths.values())).entries
+    assert len(path._paths) > 1
+    assert {len(kept._senders.by_key) for kept in path._paths.values()} == {1}
+
+
 def test_sizes_of_a_path_are_kept_up_to_a_number(
     caller: Caller, calls: list[Call], full_paths: FullPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
