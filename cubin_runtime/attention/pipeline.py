@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ..errors import UsageError
 from ..launch.driver import DeviceFacts
 from ..launch.streams import stream_handle
-from ..launch.workspace import AnyWorkspace, SemaphoreWorkspace, check_workspace, scratch_sizes
+from ..launch.workspace import SemaphoreWorkspace, check_workspace, scratch_sizes
 from ..tensor import is_torch, view_of
 from ..values import dataclass
 from .backends import check_device_facts, resolve_backend
@@ -90,13 +90,15 @@ class CallFamily:
         plan: StepPlan,
         addresses: tuple[int, ...],
         numbers: tuple[Any, ...],
-        workspace: AnyWorkspace | None,
+        workspace: Any,
         like: Any,
         stream: int,
     ) -> Launched:
         """As ``OperatorPlan.launch``, with a workspace as the call gave it; ``like`` is its first tensor."""
         if self.of_torch:
             workspace = _scratch_of_call(self.runtime, plan, workspace, like, stream)
+        elif workspace is TORCH_SCRATCH:  # of calls by FlashInfer's names that torch captures
+            workspace = _scratch_of_torch(plan, plan.device)
         return plan.launch(addresses, numbers, workspace, stream)
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from cubin_runtime.attention import Runtime
+from cubin_runtime.attention import Runtime, pipeline
+from cubin_runtime.attention.fast_path.operator_function import full_path
+from cubin_runtime.attention.torch_ops import TORCH_SCRATCH
 from cubin_runtime.compat import flashinfer
 from cubin_runtime.errors import WorkspaceError
 from cubin_runtime.testing import StandIn
@@ -64,6 +67,23 @@ def test_sizes_and_defaults_arrive(decode: Callable[..., dict[str, Any]]) -> Non
     assert [seen[name] for name in sizes] == [4, 4, 1, KV_HEADS, HEADS // KV_HEADS, 6, -1, 1000]
     absent = ("lse", "q_cu_seq_lens", "mask", "sinks", "softmax_scale_device", "output_scale_device")
     assert [seen[name] for name in absent] == [0] * len(absent)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_calls_that_torch_captures_have_memory_of_torch(
+    standin: StandIn, memory: MadeUpMemory, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    operator, arguments = OPERATORS[name]
+    asked, places = [], iter((0x7F_AA00_0000, 0x7F_AB00_0000))
+
+    def of_torch(size: int, device: int, *, zeroed: bool) -> Any:
+        asked.append((device, zeroed))
+        return SimpleNamespace(data_ptr=lambda place=next(places): place)
+
+    monkeypatch.setattr(pipeline, "torch_bytes", of_torch)
+    full_path(operator)(**arguments(memory, 4, workspace_buffer=TORCH_SCRATCH))
+    assert asked == [(0, True), (0, False)]
+    assert 0x7F_AB00_0000 <= sent(standin)["partial_out"] < 0x7F_AC00_0000
 
 
 def test_the_scales_are_those_of_scores_and_output(decode: Callable[..., dict[str, Any]]) -> None:
