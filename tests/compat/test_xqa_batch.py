@@ -78,7 +78,8 @@ def test_calls_that_torch_captures_have_memory_of_torch(
 
     def of_torch(size: int, device: int, *, zeroed: bool) -> Any:
         asked.append((device, zeroed))
-        return SimpleNamespace(data_ptr=lambda place=next(places): place)
+        place = next(places)
+        return SimpleNamespace(data_ptr=lambda: place)
 
     monkeypatch.setattr(pipeline, "torch_bytes", of_torch)
     full_path(operator)(**arguments(memory, 4, workspace_buffer=TORCH_SCRATCH))
