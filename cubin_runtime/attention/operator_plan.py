@@ -226,15 +226,7 @@ class OperatorPlan:
         **options: Mapping[int, bytes],
     ) -> Launched:
         """``launch`` without a hook; ``options`` may be the ``maps`` of ``PreparedLaunches.run``."""
-        if workspace is None:
-            scratch: AnyWorkspace = self._pool.take(stream)
-            context = scratch.context
-        else:
-            check_workspace(workspace)
-            scratch, context = workspace, workspace.context
-        context = context or self.driver.context_on(self.device)
-        prepared = self._prepared_in(context, stream)
-        place = scratch.claim(stream)
+        scratch, context, prepared, place = self._ready(workspace, stream)
         values = (*addresses, *self._regions_at(scratch, place), *numbers)
         try:
             prepared.run(stream, *values, **options)
@@ -243,6 +235,35 @@ class OperatorPlan:
             prepared = self._prepared_in(context, stream)
             with self.driver.using(context):
                 prepared.run(stream, *values, **options)
+        return self._launched(prepared, values, context, scratch, workspace, stream)
+
+    def unsent(self, workspace: AnyWorkspace | None, stream: int) -> Launched:
+        """What ``launch`` gives, but without values: nothing is launched. Arguments and errors as there."""
+        scratch, context, prepared, _ = self._ready(workspace, stream)
+        return self._launched(prepared, (), context, scratch, workspace, stream)
+
+    def _ready(
+        self, workspace: AnyWorkspace | None, stream: int
+    ) -> tuple[AnyWorkspace, int, PreparedLaunches, Hashable]:
+        """The workspace of a launch and its context, the prepared launches, and the place that the stream claimed."""
+        if workspace is None:
+            scratch: AnyWorkspace = self._pool.take(stream)
+        else:
+            check_workspace(workspace)
+            scratch = workspace
+        context = scratch.context or self.driver.context_on(self.device)
+        return scratch, context, self._prepared_in(context, stream), scratch.claim(stream)
+
+    def _launched(
+        self,
+        prepared: PreparedLaunches,
+        values: tuple[Any, ...],
+        context: int,
+        scratch: AnyWorkspace,
+        workspace: AnyWorkspace | None,
+        stream: int,
+    ) -> Launched:
+        """``workspace`` is the one that the call gave, ``scratch`` that which it was launched with."""
         return Launched(
             prepared=prepared,
             values=values,

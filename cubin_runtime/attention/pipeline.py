@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ..errors import UsageError
 from ..launch.driver import DeviceFacts
 from ..launch.streams import stream_handle
-from ..launch.workspace import SemaphoreWorkspace, check_workspace, scratch_sizes
+from ..launch.workspace import SemaphoreWorkspace, Workspace, check_workspace, scratch_sizes
 from ..tensor import is_torch, view_of
 from ..values import dataclass
 from .backends import check_device_facts, resolve_backend
 from .described_tensors import describe_tensors
 from .fast_path.notes import Launched, note_launch, note_unrepeatable
+from .hook import installed
 from .memory import TensorMemory
 from .operator import CallTensors, Operator, OutputForm
 from .runtime import PlanCache, PlanRuntime, Runtime, runtime_of, shared_bounds
@@ -84,6 +85,12 @@ class CallFamily:
         if tensors is not self.tensors:
             call = self.operator.call(tensors, self.operator.resized_options(call, max_q_len))
         return _plan(self.plan_class, self.operator, self.runtime, call, None, self.of_torch, self.kept_bound)
+
+    def unsent(self, plan: StepPlan, workspace: Any, stream: int) -> Launched | None:
+        """As ``Family``: without a workspace, a launch asks whether a graph is captured."""
+        if installed.hook is not None or not isinstance(workspace, (Workspace, SemaphoreWorkspace)):
+            return None
+        return plan.unsent(workspace, stream)
 
     def launch(
         self,

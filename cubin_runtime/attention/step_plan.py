@@ -251,7 +251,7 @@ class BoundStep:
         written = frozenset(number for number, value in enumerate(values) if type(value) is Address)
         bound = BoundPlace(full.stream, claim, self._halts)
         paths = new_paths(Binding(names, {}, len(names)), partial(_again, ref(self), full, bound))
-        paths.entries = (Path(table, prepared, bound, written, len(names)),)
+        paths.entries = (Path.of(table, prepared, bound, written, len(names)),)
         if "closed" not in self._halts:
             self._send, self._claim = paths.send, claim
             vars(self)["step"] = paths.send  # which spares the way over the method of that name

@@ -127,7 +127,10 @@ class Caller:
         try:
             result = call.function(**call.arguments)
         except (CubinRuntimeError, TypeError, ValueError, AttributeError) as error:
-            return (type(error).__name__, str(error))
+            message = str(error)
+            for number, (_, view) in enumerate(self.memory.made[before:]):
+                message = message.replace(str(view.pointer), f"<made {number}>")
+            return (type(error).__name__, message)
         made = [view for _, view in self.memory.made[before:]]
         launches = [launch.seen for launch in self.standin.calls("cuLaunchKernelEx")]
         kept = [[(key, value) for key, value in seen.items() if key != "aligned0"] for seen in launches]

@@ -7,24 +7,39 @@ This one tests what the calls have in common, finds the plan by the sizes or mak
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 from ...errors import CubinRuntimeError
+from ...launch.senders import senders_of
 from ...tensor import TensorView
 from .build import PathBuilder, Signature, UnlikeError, keyed_rows, written_values
 from .guards import KnownForms
 from .notes import Family, Launched, Notes
-from .path import CONSTANT, MISS, SLOT, TENSOR, Form, Frame, Path, PlaceFinder, Size, accelerated_walk
+from .path import (
+    CONSTANT,
+    MISS,
+    SLOT,
+    TENSOR,
+    Form,
+    Frame,
+    Path,
+    PathForm,
+    PlaceFinder,
+    Size,
+    accelerated_walk,
+    walk_options,
+)
 from .table import ArgumentTest, CallTable, InScratch, Kind
 
 if TYPE_CHECKING:
     from ...launch.workspace import AnyWorkspace
 
 _MOST_SIZES = 256
+_MOST_FORMS = 8
 
 
 def any_size_path(signature: Signature, arguments: Sequence[Any], result: Any, notes: Notes) -> SizedPath | None:
@@ -38,7 +53,7 @@ def any_size_path(signature: Signature, arguments: Sequence[Any], result: Any, n
 
 
 class SizedPath:
-    """Sends the calls of one form and any size: each size has a plan, and from its third call on a path by that.
+    """Sends the calls of one form and any size: each size has a plan, and a path by that.
 
     The runtime keeps the plans, and with them their workspaces; with a plan that it drops goes the path. Safe between
     threads.
@@ -67,7 +82,8 @@ class SizedPath:
         self._plans: dict[tuple[int, ...], ref[Any]] = {}
         self._paths: dict[tuple[int, ...], Path] = {}
         self._walks: dict[tuple[int, ...], Any] = {}
-        self.walk = accelerated_walk(table, arguments, place, by_size=(self._walks, self._sizes))
+        self._forms: dict[Hashable, tuple[PathForm, frozenset[int]]] = {}
+        self.walk = accelerated_walk(walk_options(table, arguments, place, (), self._sizes), place, by_size=self._walks)
 
     def __call__(self, arguments: Sequence[Any]) -> Any:
         """The result of a call with these arguments in order, or ``MISS``."""
@@ -80,24 +96,37 @@ class SizedPath:
         return self._launch(frame, sizes) if result is MISS else result
 
     def _launch(self, frame: Frame, sizes: tuple[int, ...]) -> Any:
-        """A call by its plan; the second of these sizes is the last without a path: most sizes do not come back."""
+        """A call by its plan, the first of its sizes by a path that is kept; a later one has no such path."""
         first, is_known = frame.tensors[0], sizes in self._plans
         plan = self._plan_of(sizes)
         stream = self._place.stream_of(frame.slots, first)
         bound = 0 if self._bound is None else frame.slots[self._bound]
         if plan is None or stream is None or bound > plan.bounds[1]:
             return MISS
+        slot = self._place.workspace_slot
+        workspace = None if slot is None else frame.slots[slot]
+        if not is_known:
+            result = self._sent_at_once(frame, sizes, plan, workspace, stream)
+            if result is not MISS:
+                return result
         completed = self._form.completed(frame)
         addresses, numbers = (
             tuple([completed.value(source, ()) for source in sources]) for sources in (self._addresses, self._numbers)
         )
-        slot = self._place.workspace_slot
-        workspace = None if slot is None else frame.slots[slot]
         launched = self._family.launch(plan, addresses, numbers, workspace, first, stream)
         self._place.record(frame.slots, stream, completed.tensors)
         if is_known:
-            self._keep(sizes, plan, launched, workspace)
+            self._keep(sizes, self._path_of(plan, launched, workspace))
         return self._form.result(completed)
+
+    def _sent_at_once(self, frame: Frame, sizes: tuple[int, ...], plan: Any, workspace: Any, stream: int) -> Any:
+        """The result of a call that is sent by its path already, which is then kept, or ``MISS``."""
+        unsent = self._family.unsent(plan, workspace, stream)
+        path = None if unsent is None else self._path_of(plan, unsent, workspace)
+        result = MISS if path is None else path.sent(frame)
+        if result is not MISS:
+            self._keep(sizes, path)
+        return result
 
     def _plan_of(self, sizes: tuple[int, ...]) -> Any:
         """The plan of calls of these sizes, made if there is none; None: the full path refuses them."""
@@ -115,14 +144,33 @@ class SizedPath:
             self._plans[sizes] = ref(plan, partial(_forget, ref(self), sizes))
         return plan
 
-    def _keep(self, sizes: tuple[int, ...], plan: Any, launched: Launched, workspace: AnyWorkspace | None) -> None:
-        """Keep the path of calls of these sizes, with the plan's own workspaces or those that the calls name, if they
-        name their contexts; memory of a graph is neither."""
-        scratch = launched.scratch
-        if scratch is None or (scratch.held is None and (workspace is None or workspace.context is None)):
-            return
-        regions = {name: InScratch(number) for number, name in enumerate(scratch.names)}
-        values = tuple(regions.get(name) or self._sources[name] for name in launched.names)
+    def _path_of(self, plan: Any, launched: Launched, workspace: AnyWorkspace | None) -> Path | None:
+        """The path of calls like the one launched, with the plan's own workspaces or those that the calls name, if they
+        name their contexts; None: there is none, as memory of a graph and memory that torch lends are neither."""
+        scratch, of_torch = launched.scratch, self._place.query is not None
+        if scratch is None or (of_torch and any(region.lent for region in plan.regions)):
+            return None
+        if scratch.held is None and (workspace is None or workspace.context is None):
+            return None
+        slot = self._place.workspace_slot
+        place = PlaceFinder(launched, self._place.query is None, self._place.stream_slot, slot)
+        key = (launched.names, scratch.names, plan.bounds[1], type(workspace), launched.context)
+        form, written = self._forms.get(key) or (None, frozenset())
+        senders = None if form is None else senders_of(launched.prepared, written)
+        if form is None or senders is None or senders.written != form.written:  # by kernels with other fields
+            table = self._table_of(plan, launched, scratch.names, workspace)
+            written = written_values(table, resident=())
+            senders = senders_of(launched.prepared, written)
+            form = PathForm(table, place, senders.written, self._arguments)
+            self._forms = {**dict(list(self._forms.items())[-_MOST_FORMS:]), key: (form, written)}
+        return Path(form, launched.prepared, place, senders)
+
+    def _table_of(
+        self, plan: Any, launched: Launched, regions: Sequence[str], workspace: AnyWorkspace | None
+    ) -> CallTable:
+        """The table of calls like the one launched: tests of what other sizes may have otherwise, and all values."""
+        placed = {name: InScratch(number) for number, name in enumerate(regions)}
+        values = tuple(placed.get(name) or self._sources[name] for name in launched.names)
         tests, slot = [], self._place.workspace_slot
         if self._bound is not None:
             tests.append(ArgumentTest(Kind.INTEGER, self._bound, None, 0, plan.bounds[1]))
@@ -130,11 +178,12 @@ class SizedPath:
             tests.append(ArgumentTest(Kind.WORKSPACE, slot, type(workspace), launched.context))
         # No descriptor is kept for a tensor: the layers of a step have tensors of their own, later steps other sizes.
         rows = keyed_rows(self._table.tensors, values, resident=())
-        table = replace(self._table, tests=tuple(tests), tensors=rows, forms=KnownForms(()), values=values)
-        place = PlaceFinder(launched, self._place.query is None, self._place.stream_slot, slot)
-        path = Path(table, launched.prepared, place, written_values(table, resident=()), self._arguments)
+        return replace(self._table, tests=tuple(tests), tensors=rows, forms=KnownForms(()), values=values)
+
+    def _keep(self, sizes: tuple[int, ...], path: Path | None) -> None:
+        """Keep the path of calls of these sizes, as long as their plan is there."""
         with self._lock:
-            if sizes in self._plans:
+            if path is not None and sizes in self._plans:
                 self._paths[sizes] = path
                 if path.walk is not None:
                     self._walks[sizes] = path.walk

@@ -127,7 +127,7 @@ class PathBuilder:
         table = self.table(result)
         written = written_values(table, self.launched.prepared.resident)
         place = PlaceFinder(self.launched, self.of_views, self.slot_of.get("stream"), self.workspace)
-        return Path(table, self.launched.prepared, place, written, len(self.signature.parameters))
+        return Path.of(table, self.launched.prepared, place, written, len(self.signature.parameters))
 
     def table(self, result: Any, sized: Collection[str] = ()) -> CallTable:
         """The table; the first dimension of tensors called ``sized`` may be any."""

@@ -57,6 +57,10 @@ class Family(Protocol):
         """
         ...
 
+    def unsent(self, plan: Any, workspace: Any, stream: int) -> Launched | None:
+        """What ``launch`` gives, but without values, before anything is launched; None: only a launch can say."""
+        ...
+
     def launch(self, plan: Any, *values: Any) -> Launched:
         """Launch a call by its plan: the values are addresses, numbers, the workspace, a tensor and the stream."""
         ...

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -238,25 +238,49 @@ class Form:
         return None if self._result is None else slots[self._result]
 
 
+class PathForm:
+    """All of a path but its launches: paths with other ones share it, if these take their values from the same."""
+
+    def __init__(
+        self,
+        table: CallTable,
+        place: PlaceFinder | BoundPlace,
+        written: Sequence[Sequence[int]],
+        arguments: int,
+    ) -> None:
+        """``written`` are the numbers of the values that each launch takes from a call, ``arguments`` is the number of
+        the operator's parameters."""
+        self.calls, self.values, self.written = Form(table), table.values, written
+        self.keyed = [number for number, row in enumerate(table.tensors) if row.keyed]
+        self.read = [value_reader([table.values[number] for number in places]) for places in written]
+        self.walk = walk_options(table, arguments, place, written)
+
+
 class Path:
     """Sends the calls of one form."""
 
     def __init__(
-        self,
+        self, form: PathForm, prepared: PreparedLaunches, place: PlaceFinder | BoundPlace, senders: Senders
+    ) -> None:
+        """``senders`` are those of ``prepared``, which write what the form says."""
+        self._form, self._place, self._senders = form.calls, place, senders
+        self._values, self._keyed, self._written = form.values, form.keyed, form.read
+        self._by_place = isinstance(place, PlaceFinder)
+        self.walk = accelerated_walk(form.walk, place, (prepared, senders))
+
+    @classmethod
+    def of(
+        cls,
         table: CallTable,
         prepared: PreparedLaunches,
         place: PlaceFinder | BoundPlace,
         written: frozenset[int],
         arguments: int,
-    ) -> None:
-        """``written`` are the numbers of the values that differ between calls whose keys are the same, ``arguments`` is
-        the number of the operator's parameters."""
-        self._form, self._place, self._senders = Form(table), place, senders_of(prepared, written)
-        self._values = table.values
-        self._keyed = [number for number, row in enumerate(table.tensors) if row.keyed]
-        self._written = [value_reader([table.values[number] for number in places]) for places in self._senders.written]
-        self._by_place = isinstance(place, PlaceFinder)
-        self.walk = accelerated_walk(table, arguments, place, (prepared, self._senders))
+    ) -> Path:
+        """The path of a table; ``written`` are the numbers of the values that differ between calls whose keys are the
+        same, ``arguments`` is as in ``PathForm``."""
+        senders = senders_of(prepared, written)
+        return cls(PathForm(table, place, senders.written, arguments), prepared, place, senders)
 
     def __call__(self, arguments: Sequence[Any]) -> Any:
         """The result of a call with these arguments in order, or ``MISS``."""
@@ -296,23 +320,44 @@ class Path:
 
 
 def accelerated_walk(
+    options: Mapping[str, Any] | None,
+    place: PlaceFinder | BoundPlace,
+    launches: tuple[PreparedLaunches, Senders] | None = None,
+    by_size: dict[tuple[int, ...], Any] | None = None,
+) -> Any:
+    """The accelerator's walk with the options of a table; None: it has none, or cannot send the launches.
+
+    It sends ``launches``, or goes on with the walk that a call's sizes have in ``by_size``.
+    """
+    prepared, senders = launches or (None, None)
+    module = accelerator()
+    if module is None or options is None or (senders is not None and not senders.accelerated):
+        return None
+    sized = {} if by_size is None else {"by_size": by_size, "size_of": sys.modules["torch"].Tensor.size}
+    return module.Walk(
+        failed=None if prepared is None else prepared.failed,
+        senders={} if senders is None else senders.by_key,
+        **options,
+        **_place_options(place),
+        **sized,
+    )
+
+
+def walk_options(
     table: CallTable,
     arguments: int,
     place: PlaceFinder | BoundPlace,
-    launches: tuple[PreparedLaunches, Senders] | None = None,
-    by_size: tuple[dict[tuple[int, ...], Any], Sequence[Size]] | None = None,
-) -> Any:
-    """The accelerator's walk of a table; None: it has none, or cannot walk this table.
+    writes: Sequence[Sequence[int]],
+    sizes: Sequence[Size] | None = None,
+) -> dict[str, Any] | None:
+    """The options of the accelerator's walk of a table, but for those of a place and of launches; None: there is no
+    accelerator, or it cannot walk this table.
 
-    It sends ``launches``, or goes on with the walk that a call's sizes have in ``by_size``.
+    ``place`` is one of those, all of which have their stream and workspace in the same slots.
     """
     module, forms = accelerator(), table.forms.accelerated
     if module is None or forms is None or not _is_simple(table, place):
         return None
-    prepared, senders = launches or (None, None)
-    if senders is not None and not senders.accelerated:
-        return None
-    writes = () if senders is None else senders.written
     keyed = sum(row.keyed for row in table.tensors)
     products = (source for source in table.values if type(source) is Product)
     slots = arguments + sum([test.low for test in table.tests if test.kind == Kind.SEQUENCE]) + len(table.makes)
@@ -322,34 +367,31 @@ def accelerated_walk(
         (tensor_count, module.MOST_TENSORS),
         (keyed, module.MOST_KEYED),
         (len(writes), module.MOST_LAUNCHES),
-        (0 if by_size is None else len(by_size[1]), module.MOST_TENSORS),
+        (len(sizes or ()), module.MOST_TENSORS),
         (max((len(source.factors) for source in products), default=0), MAX_FACTORS),
     )
     if any(count > most for count, most in limits):
         return None
-    _check_numbers(table, place, () if by_size is None else by_size[1], slots, tensor_count)
+    _check_numbers(table, place, sizes or (), slots, tensor_count)
     values = [(test.expected, test.low) if test.kind == Kind.WORKSPACE else test.expected for test in table.tests]
     tests = [_test(test, value) for test, value in zip(table.tests, values, strict=True)]
     tensors = [(row.slot, row.address_of is not None, row.keyed, row.mask, row.rest) for row in table.tensors]
-    return module.Walk(
-        slots=arguments,
-        names=NAMES,
-        known=tuple(values),
-        tests=packed(TEST, tests),
-        tensors=packed(ROW, tensors),
-        writes=tuple(packed(SOURCE, [_write(table.values[number]) for number in places]) for places in writes),
-        forms=forms,
-        data_ptr=sys.modules["torch"].Tensor.data_ptr if table.tensors else None,
-        failed=None if prepared is None else prepared.failed,
-        unfit=NOT_WRITTEN,
-        senders={} if senders is None else senders.by_key,
-        result=table.result,
-        stream_slot=-1 if place.stream_slot is None else place.stream_slot,
-        workspace_slot=-1 if place.workspace_slot is None else place.workspace_slot,
-        **_place_options(place),
+    return {
+        "slots": arguments,
+        "names": NAMES,
+        "known": tuple(values),
+        "tests": packed(TEST, tests),
+        "tensors": packed(ROW, tensors),
+        "writes": tuple(packed(SOURCE, [_write(table.values[number]) for number in places]) for places in writes),
+        "forms": forms,
+        "data_ptr": sys.modules["torch"].Tensor.data_ptr if table.tensors else None,
+        "unfit": NOT_WRITTEN,
+        "result": table.result,
+        "stream_slot": -1 if place.stream_slot is None else place.stream_slot,
+        "workspace_slot": -1 if place.workspace_slot is None else place.workspace_slot,
         **{name: value for row in table.makes for name, value in _made(row).items()},
-        **({} if by_size is None else _size_options(*by_size)),
-    )
+        **({} if sizes is None else {"sizes": packed(SIZE, sizes)}),
+    }
 
 
 def _place_options(place: PlaceFinder | BoundPlace) -> dict[str, Any]:
@@ -361,10 +403,6 @@ def _place_options(place: PlaceFinder | BoundPlace) -> dict[str, Any]:
     if place.scratch is None or place.place_of is None:
         return stream
     return {**stream, "legacy": place.scratch.legacy, "place_of": place.place_of}
-
-
-def _size_options(walks: dict[tuple[int, ...], Any], sizes: Sequence[Size]) -> dict[str, Any]:
-    return {"by_size": walks, "sizes": packed(SIZE, sizes), "size_of": sys.modules["torch"].Tensor.size}
 
 
 def _is_simple(table: CallTable, place: PlaceFinder | BoundPlace) -> bool:

@@ -9,12 +9,13 @@ from weakref import ref
 
 import pytest
 
-from cubin_runtime.attention import Runtime, mla_decode, paged_decode, pipeline, plan_paged_decode
+from cubin_runtime.attention import Runtime, context_attention, mla_decode, paged_decode, pipeline, plan_paged_decode
 from cubin_runtime.attention.fast_path import guards, operator_function
 from cubin_runtime.compat import flashinfer
 from cubin_runtime.errors import UsageError
 from cubin_runtime.kernels.native.decode.params import PAGED_DECODE_TMA
 from cubin_runtime.launch import senders
+from cubin_runtime.launch.workspace import SemaphoreWorkspace
 from cubin_runtime.testing import StandIn
 from tests.attention.fast_path_calls import FullPaths, suspended
 from tests.attention.host_tensors import memory_of_host_tensors
@@ -98,6 +99,24 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 
 def sent(standin: StandIn) -> list[str]:
     return [launch.seen["parameter0"] for launch in standin.calls("cuLaunchKernelEx")]
+
+
+def test_memory_that_torch_lends_is_asked_for_by_each_call_of_any_size(runtime: Runtime, standin: StandIn) -> None:
+    context = runtime.driver.primary_context(0)
+    regions = ((0x7F_F100_0000_00, 1 << 16), (0x7F_F200_0000_00, 9 << 20))  # too small for the 16-bit copy
+    own = {name: torch.zeros(64, 64, 8, 128, dtype=torch.float8_e4m3fn) for name in ("k", "v")}
+    own |= {"seq_lens": torch.ones(1, dtype=torch.int32), "page_table": torch.zeros(1, 64, dtype=torch.int32)}
+    own |= {"q_cu_seq_lens": torch.zeros(2, dtype=torch.int32)}
+
+    def call(tokens: int) -> None:
+        rows = {name: torch.zeros(tokens, 32, 128, dtype=BF16) for name in ("q", "out")}
+        options = {"max_seq_len": 4096, "max_q_len": tokens, "workspace": SemaphoreWorkspace(*regions, context)}
+        context_attention(**own, **rows, **options, runtime=runtime)
+
+    for tokens in (3, 4, 5, 2000, 2000, 2000, 2000):
+        standin.clear_log()
+        call(tokens)
+    assert len(sent(standin)) > 1  # the conversion, and attention
 
 
 CALLS: dict[str, Callable[[Runtime], Callable[[], Any]]] = {
