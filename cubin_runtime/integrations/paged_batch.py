@@ -110,7 +110,7 @@ def attend(
             "q_cu_seq_lens": part.sums,
             "max_q_len": None if part.sums is None else part.max_q_len,
         }
-        queries, result = q[part.where], out[part.where]
+        queries, result = (q, out) if part.rows == q.shape[0] else (q[part.where], out[part.where])
         kv_heads = k_cache.shape[1 if kv_layout == "HND" else 2]
         direct = part is batch.decodes and decodes_directly(q.shape[1], kv_heads, q.shape[2], options)
         # As many tokens of each request need no running sums, and the decode of one token no dimension for it.

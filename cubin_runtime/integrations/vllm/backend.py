@@ -342,7 +342,7 @@ class CubinRuntimeImpl(AttentionImpl[PagedBatch]):  # type: ignore[misc]
         if attn_metadata is None:
             self._make_ready(query, kv_cache)
             return output.fill_(0)
-        k_cache, v_cache = kv_cache.split(self.head_size, dim=-1)
+        k_cache, v_cache = kv_cache.chunk(2, dim=-1)
         if self._ranks is None:
             attend(query, k_cache, v_cache, "HND", attn_metadata, self._options, output)
         else:
@@ -364,7 +364,7 @@ class CubinRuntimeImpl(AttentionImpl[PagedBatch]):  # type: ignore[misc]
                 hold_a_dealt_step(query, self.dcp_world_size)
         elif self._ranks is None:
             columns = -(-self._limits.keys // kv_cache.shape[2])
-            k_cache, v_cache = kv_cache.split(self.head_size, dim=-1)
+            k_cache, v_cache = kv_cache.chunk(2, dim=-1)
             warm_up(query, k_cache, v_cache, "HND", self._options, self._limits, columns)
 
     def do_kv_cache_update(
