@@ -6,6 +6,7 @@ import sys
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ...dtypes import ITEM_BYTES
 from ...launch.workspace import SemaphoreWorkspace, Workspace
 from ...provenance import ArgumentAddress, ArgumentNumber
 from ...tensor import TensorView
@@ -220,7 +221,7 @@ class PathBuilder:
                 rows.append(TensorRow(slot))
                 continue
             is_memory = item.name in self.signature.memory
-            mask = _PLACED if is_memory else _ALIGNED
+            mask = _PLACED if is_memory else _address_mask(item.view.dtype)
             rows.append(TensorRow(slot, item.address_of, mask, item.view.pointer & mask))
             memory |= {number} if is_memory else set()
         return keyed_rows(rows, values, self.launched.prepared.resident, memory)
@@ -254,6 +255,11 @@ class PathBuilder:
             if value is result:
                 return slot
         raise UnlikeError
+
+
+def _address_mask(dtype: str) -> int:
+    """The bits of a tensor's address that count: of lengths and page ids, which engines slice, those in an element."""
+    return ITEM_BYTES[dtype] - 1 if dtype in ("int32", "int64") else _ALIGNED
 
 
 def keyed_rows(

@@ -11,6 +11,7 @@ import pytest
 from cubin_runtime.attention.fast_path import any_size, operator_function
 from cubin_runtime.attention.operator_plan import OperatorPlan
 from cubin_runtime.attention.runtime import PlanCache
+from cubin_runtime.tensor import TensorView
 from cubin_runtime.testing import StandIn
 from tests.attention.any_size_calls import BUFFERS, OPERATORS, calls_of
 from tests.attention.fast_path_calls import Call, Caller, FullPaths, others_of
@@ -125,6 +126,18 @@ def test_layers_with_caches_of_their_own_share_what_is_kept_for_a_size(
     path, *_ = next(iter(caller.runtime.family_paths.values())).entries
     assert len(path._paths) > 1
     assert {len(kept._senders.by_key) for kept in path._paths.values()} == {1}
+
+
+def test_integers_may_begin_anywhere_among_others(caller: Caller, calls: list[Call], full_paths: FullPaths) -> None:
+    for number, call in enumerate(calls):
+        integers = {
+            name: replace(value, pointer=value.pointer + 4 * (number % 4))
+            for name, value in call.arguments.items()
+            if isinstance(value, TensorView) and value.dtype == "int32"
+        }
+        assert integers
+        assert caller.outcome(call.changed(**integers)) == caller.in_full(call.changed(**integers))
+    assert full_paths.count == 2
 
 
 def test_sizes_of_a_path_are_kept_up_to_a_number(
