@@ -8,7 +8,7 @@ Run by ``engine_run.sh`` on a machine with a Hopper GPU, with what ``tools/pack_
 * ``figures``: jobs of models of real shapes; engines take turns, ``--rounds`` times.
 * ``cache_dtypes``: jobs over caches of 16 bits and of e4m3, in turns.
 * ``readiness``: our part of the start; what 2,000 requests load, allocate and generate after 20.
-* ``host``: host time of a step's attention.
+* ``host``: host time of a step's attention, of decodes and of prompts.
 * ``drafts``: jobs with drafters, and judged tokens.
 * ``refusals``: what is refused at start, with its reason.
 * ``states``: sleep and wake, reloaded weights, dropped requests, preemption, chunk sizes.
@@ -150,16 +150,21 @@ def readiness(run: Run) -> None:
 
 
 def host(run: Run) -> None:
-    """Host time of the attention of a step that decodes, in turns, without graphs."""
+    """Host time of a step's attention, in turns, without graphs: of decodes, and of prompts of new sizes."""
     model = (run.names or ("llama-shape",))[0]
+    steps: dict[str, tuple[str, dict[str, int]]] = {
+        **{f"{count} decodes": ("host", {"requests": count, "new": 48}) for count in (1, 8, 64)},
+        "a prompt of 20 to 400 tokens": ("prompts", {"least": 1, "most": 1, "longest": 400}),
+        "2 to 40 prompts of 20 to 60 tokens": ("prompts", {"least": 2, "most": 40, "longest": 60}),
+    }
     with ExitStack() as stack:
         engines = run.pair(stack, model, in_process=True, enforce_eager=True)
-        for requests in (1, 8, 64):
+        for step, (command, asked) in steps.items():
             rounds: dict[str, list[Any]] = {engine.label: [] for engine in engines}
-            for _ in range(1 + run.rounds):
-                for engine in engines:
-                    rounds[engine.label].append(engine.ask("host", requests=requests, new=48, seed=5))
-            run.row(model=model, requests=requests, rounds=rounds)
+            for number in range(1 + run.rounds):
+                for engine in engines if number % 2 else engines[::-1]:
+                    rounds[engine.label].append(engine.ask(command, seed=5 + number, **asked))
+            run.row(model=model, step=step, rounds=rounds)
 
 
 def drafters(run: Run, model: str) -> dict[str, dict[str, Any] | None]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -76,7 +77,6 @@ class Worker(Requests):
             from cubin_runtime.integrations.vllm.backend import CubinRuntimeMetadataBuilder as Builder
             from cubin_runtime.launch.driver import Driver
 
-            self._trace.wrap(Impl)
             self._clock.wrap(Impl, "_make_ready")
             self._clock.wrap(Driver, "allocate")
         self._clock.wrap(Impl, "forward")
@@ -107,7 +107,10 @@ class Worker(Requests):
         return self.counters()
 
     def traced(self, times: int) -> dict[str, int]:
-        """As ``crowd``, with what the layers of ours got and gave; the engine is in its process, without graphs."""
+        """As ``crowd``, with what the layers of ours got and gave; the engine is in its process, without graphs. Once."""
+        from cubin_runtime.integrations.vllm.backend import CubinRuntimeImpl
+
+        self._trace.wrap(CubinRuntimeImpl)
         chance = random.Random(11)
         others = [prompt_of(chance, chance.randrange(20, 2000)) for _ in range(80)]
         counted = {"equal": 0, "of": 4 * times}
@@ -161,6 +164,18 @@ class Worker(Requests):
             "layers_us": round(seconds.get("forward", 0.0) / steps * 1e6, 2),
             "layers": calls.get("forward", 0) / steps,
         }
+
+    def prompts(self, least: int, most: int, longest: int, seed: int, steps: int = 12) -> dict[str, Any]:
+        """Host time of the attention of a step of new prompts, whose number and lengths no step before had: medians."""
+        chance, measured = random.Random(seed), []
+        for _ in range(steps):
+            given = [prompt_of(chance, chance.randrange(20, longest)) for _ in range(chance.randint(least, most))]
+            self._clock.reset()
+            self._generate(given, 1)
+            seconds, calls = self._clock.seconds, self._clock.calls
+            measured.append([seconds[name] / calls["build"] * 1e6 for name in ("build", "forward")])
+        builder, layers = (round(statistics.median(each), 2) for each in zip(*measured, strict=True))
+        return {"steps": steps, "builder_us": builder, "layers_us": layers}
 
     def _drafted(self) -> dict[str, int]:
         """How many drafts, draft tokens and accepted ones the engine counted; nothing without a drafter."""

@@ -286,8 +286,8 @@ def _host(engine: str, rows: Sequence[Row]) -> str:
     for row in rows:
         for label, rounds in row["rounds"].items():
             times = [statistics.median(each[name] for each in rounds[1:]) for name in ("builder_us", "layers_us")]
-            lines.append((row["requests"], _name(label), *(f"{each:.0f}" for each in times), f"{sum(times):.0f}"))
-    return _table(("requests", "backend", "builder, us", "layers, us", "both, us"), lines)
+            lines.append((row["step"], _name(label), *(f"{each:.0f}" for each in times), f"{sum(times):.0f}"))
+    return _table(("a step of", "backend", "builder, us", "layers, us", "both, us"), lines)
 
 
 def _states(engine: str, rows: Sequence[Row]) -> str:
@@ -431,7 +431,7 @@ WORDS = {
     "so that none of them holds; it ran on FlashMLA in both. Then mean errors of the chosen token's logprob beside "
     "float32 with these drafters, as for other tokens of sparse MLA.",
     "server": "24 streaming clients at once, 64 tokens each: median time to the first token.",
-    "host": "Eager steps of decodes, 32 layers: median of the rounds.",
+    "host": "Eager steps of 32 layers, median of the rounds; no step of prompts has the sizes of one before.",
     "readiness": "What each next 500 requests of 1 to 900 tokens caused.",
     "states": "Random weights.",
     "invariance": "Random weights, without graphs.",
