@@ -107,7 +107,7 @@ class Worker(Requests):
         return self.counters()
 
     def traced(self, times: int) -> dict[str, int]:
-        """As ``crowd``, with what the layers of ours got and gave; the engine is in its process, without graphs. Once."""
+        """As ``crowd``, with what layers of ours got and gave, asked for once; the engine is in its process, eager."""
         from cubin_runtime.integrations.vllm.backend import CubinRuntimeImpl
 
         self._trace.wrap(CubinRuntimeImpl)

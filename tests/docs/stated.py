@@ -93,10 +93,10 @@ def _last_line(pattern: str) -> Callable[[list[Row]], tuple[object, ...]]:
 
 
 def _call(name: str) -> Stated:
-    steps = ("new", "found", "third", "fourth", "repeated")
+    steps = ("new", "second", "third", "repeated")
     *before, operator = name.rpartition(" ")
     return Stated(
-        f"| {''.join(before)}`{operator}` | {{:.0f}} | {{:.0f}} | {{:.0f}} | {{:.0f}} | {{:.0f}} |",
+        f"| {''.join(before)}`{operator}` | {{:.0f}} | {{:.0f}} | {{:.0f}} | {{:.0f}} |",
         "host_new_tokens",
         lambda rows: tuple(rows[0]["microseconds"][f"{name}: tokens"][step] for step in steps),
     )
