@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import itertools
 import json
 import os
 import statistics
@@ -27,6 +28,7 @@ from typing import Any
 from row_origin import origin_of
 
 ROUNDS, REPEATS, CALLS = 5, 25, 40
+LAYERS = 16  # the queue has room for those of all calls
 LOOP = """
 #include <cuda.h>
 #include <time.h>
@@ -194,6 +196,7 @@ def measure(*, peers: bool) -> Figures:  # noqa: PLR0915
             partial(function, nested, latent, buffer, 512, 512, 64, pages, lens, 256, bmm1_scale=0.1, out=nested_out),
             mla_floor,
         )
+    _prompts(table, runtime)
     batches = []
     for size in range(3, 40):
         of_batch = (torch.randn(size, 32, 128, **on), k, v, pages[:1].repeat(size, 1), lens[:1].repeat(size))
@@ -212,6 +215,47 @@ def measure(*, peers: bool) -> Figures:  # noqa: PLR0915
     if peers:
         _peers(table, (q, k, v, pages, lens, out), (lq, latent, lout), floor, mla_floor)
     return table.rows
+
+
+def _prompts(table: Table, runtime: Any) -> None:
+    """Prompts of two requests as the layers of an engine ask for them: of one size, and of a new one in each step."""
+    import torch
+
+    from cubin_runtime.attention import SemaphoreWorkspace, Workspace, context_attention, plan_context_attention
+
+    on: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    caches = [torch.randn(2, 8, 64, 4, 128, **on) for _ in range(LAYERS)]
+    q, out = torch.randn(4096, 32, 128, **on), torch.empty(4096, 32, 128, **on)
+    context = runtime.driver.current_context()
+    memory = Workspace.allocate(runtime.driver, context, 32 << 20, 0)
+    places = (memory.address, 1 << 20), (memory.address + (1 << 20), 31 << 20)
+    given: dict[str, Any] = {
+        "page_table": torch.arange(8, device="cuda", dtype=torch.int32).view(2, 4),
+        "seq_lens": torch.tensor([256, 256], device="cuda", dtype=torch.int32),
+        "q_cu_seq_lens": torch.tensor([0, 1, 2], device="cuda", dtype=torch.int32),
+        "max_seq_len": 256,
+        "max_q_len": 128,
+    }
+    options = {**given, "workspace": SemaphoreWorkspace(*places, context, owner=memory)}
+
+    def layer(number: int, tokens: int) -> None:
+        k, v = caches[number]
+        context_attention(q[:tokens], k, v, **options, out=out[:tokens])
+
+    counts = itertools.cycle(range(200, 4000))  # more than the runtime keeps plans of
+
+    def step() -> None:
+        tokens = next(counts)
+        for number in range(LAYERS):
+            layer(number, tokens)
+
+    k, v = caches[0]
+    table.origin = origin_of(plan_context_attention(q[:128], k, v, **given, out=out[:128]))
+    layer(0, 128)
+    torch.cuda.synchronize()
+    floor = _c_loop(runtime, 0)
+    table.add("context_attention(out=out)", partial(layer, 0, 128), floor)
+    table.add(f"context_attention(out=out), a layer of {LAYERS} in a step of new sizes", step, floor, calls=LAYERS)
 
 
 def _compiled(table: Table, tensors: tuple[Any, ...], floor: float) -> None:
