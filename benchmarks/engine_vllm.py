@@ -153,9 +153,9 @@ def host(run: Run) -> None:
     """Host time of a step's attention, in turns, without graphs: of decodes, and of prompts of new sizes."""
     model = (run.names or ("llama-shape",))[0]
     steps: dict[str, tuple[str, dict[str, int]]] = {
-        **{f"{count} decodes": ("host", {"requests": count, "new": 48}) for count in (1, 8, 64)},
-        "a prompt of 20 to 400 tokens": ("prompts", {"least": 1, "most": 1, "longest": 400}),
-        "2 to 40 prompts of 20 to 60 tokens": ("prompts", {"least": 2, "most": 40, "longest": 60}),
+        **{f"decodes, batch {count}": ("host", {"requests": count, "new": 48}) for count in (1, 8, 64)},
+        "a prompt of 20 to 400 tokens, another each step": ("prompts", {"least": 1, "most": 1, "longest": 400}),
+        "2 to 40 prompts of 20 to 60 tokens, others each step": ("prompts", {"least": 2, "most": 40, "longest": 60}),
     }
     with ExitStack() as stack:
         engines = run.pair(stack, model, in_process=True, enforce_eager=True)

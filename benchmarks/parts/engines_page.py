@@ -431,7 +431,7 @@ WORDS = {
     "so that none of them holds; it ran on FlashMLA in both. Then mean errors of the chosen token's logprob beside "
     "float32 with these drafters, as for other tokens of sparse MLA.",
     "server": "24 streaming clients at once, 64 tokens each: median time to the first token.",
-    "host": "Eager steps of 32 layers, median of the rounds; no step of prompts has the sizes of one before.",
+    "host": "Eager steps of 32 layers: median of the rounds.",
     "readiness": "What each next 500 requests of 1 to 900 tokens caused.",
     "states": "Random weights.",
     "invariance": "Random weights, without graphs.",
