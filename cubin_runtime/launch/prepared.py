@@ -147,7 +147,7 @@ class PreparedLaunches:
     ) -> list[dict[str, object]]:
         """The fields of each launch: as given where they are not written at each call, else those of the plan.
 
-        Descriptors are always those of the run, which has encoded them as a rule.
+        Descriptors have the run's addresses in any case, which are in the cache as a rule.
         """
         contents = []
         for launch in self.launches:

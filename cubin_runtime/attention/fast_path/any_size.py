@@ -27,7 +27,7 @@ from .path import (
     Form,
     Frame,
     Path,
-    PathForm,
+    PathTable,
     PlaceFinder,
     Size,
     accelerated_walk,
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from ...launch.workspace import AnyWorkspace
 
 _MOST_SIZES = 256
-_MOST_FORMS = 8
+_MOST_TABLES = 8
 
 
 def any_size_path(signature: Signature, arguments: Sequence[Any], result: Any, notes: Notes) -> SizedPath | None:
@@ -82,7 +82,7 @@ class SizedPath:
         self._plans: dict[tuple[int, ...], ref[Any]] = {}
         self._paths: dict[tuple[int, ...], Path] = {}
         self._walks: dict[tuple[int, ...], Any] = {}
-        self._forms: dict[Hashable, tuple[PathForm, frozenset[int]]] = {}
+        self._tables: dict[Hashable, tuple[PathTable, frozenset[int]]] = {}
         self.walk = accelerated_walk(walk_options(table, arguments, place, (), self._sizes), place, by_size=self._walks)
 
     def __call__(self, arguments: Sequence[Any]) -> Any:
@@ -96,7 +96,7 @@ class SizedPath:
         return self._launch(frame, sizes) if result is MISS else result
 
     def _launch(self, frame: Frame, sizes: tuple[int, ...]) -> Any:
-        """A call by its plan, the first of its sizes by a path that is kept; a later one has no such path."""
+        """A call of sizes that have no path: by one that is kept, where the first can have one, else by its plan."""
         first, is_known = frame.tensors[0], sizes in self._plans
         plan = self._plan_of(sizes)
         stream = self._place.stream_of(frame.slots, first)
@@ -155,15 +155,15 @@ class SizedPath:
         slot = self._place.workspace_slot
         place = PlaceFinder(launched, self._place.query is None, self._place.stream_slot, slot)
         key = (launched.names, scratch.names, plan.bounds[1], type(workspace), launched.context)
-        form, written = self._forms.get(key) or (None, frozenset())
-        senders = None if form is None else senders_of(launched.prepared, written)
-        if form is None or senders is None or senders.written != form.written:  # by kernels with other fields
-            table = self._table_of(plan, launched, scratch.names, workspace)
-            written = written_values(table, resident=())
+        table, written = self._tables.get(key) or (None, frozenset())
+        senders = senders_of(launched.prepared, written)
+        if table is None or senders.written != table.written:  # by kernels with other fields
+            calls = self._table_of(plan, launched, scratch.names, workspace)
+            written = written_values(calls, resident=())
             senders = senders_of(launched.prepared, written)
-            form = PathForm(table, place, senders.written, self._arguments)
-            self._forms = {**dict(list(self._forms.items())[-_MOST_FORMS:]), key: (form, written)}
-        return Path(form, launched.prepared, place, senders)
+            table = PathTable(calls, place, senders.written, self._arguments)
+            self._tables = {**dict(list(self._tables.items())[-_MOST_TABLES:]), key: (table, written)}
+        return Path(table, launched.prepared, place, senders)
 
     def _table_of(
         self, plan: Any, launched: Launched, regions: Sequence[str], workspace: AnyWorkspace | None

@@ -238,8 +238,8 @@ class Form:
         return None if self._result is None else slots[self._result]
 
 
-class PathForm:
-    """All of a path but its launches: paths with other ones share it, if these take their values from the same."""
+class PathTable:
+    """A table as a path reads it; paths whose launches take the same values share it."""
 
     def __init__(
         self,
@@ -250,7 +250,7 @@ class PathForm:
     ) -> None:
         """``written`` are the numbers of the values that each launch takes from a call, ``arguments`` is the number of
         the operator's parameters."""
-        self.calls, self.values, self.written = Form(table), table.values, written
+        self.form, self.values, self.written = Form(table), table.values, written
         self.keyed = [number for number, row in enumerate(table.tensors) if row.keyed]
         self.read = [value_reader([table.values[number] for number in places]) for places in written]
         self.walk = walk_options(table, arguments, place, written)
@@ -260,13 +260,13 @@ class Path:
     """Sends the calls of one form."""
 
     def __init__(
-        self, form: PathForm, prepared: PreparedLaunches, place: PlaceFinder | BoundPlace, senders: Senders
+        self, table: PathTable, prepared: PreparedLaunches, place: PlaceFinder | BoundPlace, senders: Senders
     ) -> None:
-        """``senders`` are those of ``prepared``, which write what the form says."""
-        self._form, self._place, self._senders = form.calls, place, senders
-        self._values, self._keyed, self._written = form.values, form.keyed, form.read
+        """``senders`` are those of ``prepared``, which write what the table says."""
+        self._form, self._place, self._senders = table.form, place, senders
+        self._values, self._keyed, self._written = table.values, table.keyed, table.read
         self._by_place = isinstance(place, PlaceFinder)
-        self.walk = accelerated_walk(form.walk, place, (prepared, senders))
+        self.walk = accelerated_walk(table.walk, place, (prepared, senders))
 
     @classmethod
     def of(
@@ -278,9 +278,9 @@ class Path:
         arguments: int,
     ) -> Path:
         """The path of a table; ``written`` are the numbers of the values that differ between calls whose keys are the
-        same, ``arguments`` is as in ``PathForm``."""
+        same, ``arguments`` is as in ``PathTable``."""
         senders = senders_of(prepared, written)
-        return cls(PathForm(table, place, senders.written, arguments), prepared, place, senders)
+        return cls(PathTable(table, place, senders.written, arguments), prepared, place, senders)
 
     def __call__(self, arguments: Sequence[Any]) -> Any:
         """The result of a call with these arguments in order, or ``MISS``."""
