@@ -238,7 +238,7 @@ class OperatorPlan:
         return self._launched(prepared, values, context, scratch, workspace, stream)
 
     def unsent(self, workspace: AnyWorkspace | None, stream: int) -> Launched:
-        """What ``launch`` gives, but without values: nothing is launched. Arguments and errors as there."""
+        """The result of ``launch`` without values, before anything is launched. Arguments and errors as there."""
         scratch, context, prepared, _ = self._ready(workspace, stream)
         return self._launched(prepared, (), context, scratch, workspace, stream)
 

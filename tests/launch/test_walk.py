@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from cubin_runtime.attention.fast_path.operator_function import Binding, Paths, add_path, new_paths
-from cubin_runtime.attention.fast_path.path import MISS, SLOT, TENSOR, BoundPlace, Size, accelerated_walk
+from cubin_runtime.attention.fast_path.path import MISS, SLOT, TENSOR, BoundPlace, Size, accelerated_walk, walk_options
 from cubin_runtime.attention.fast_path.table import Address, ArgumentTest, CallTable, Kind, Made, Product, TensorRow
 from cubin_runtime.launch import accelerator
 from cubin_runtime.launch.driver import Driver, DriverCallError
@@ -416,7 +416,8 @@ def walk_of(sizes: Sequence[Size] | None = None, **changes: Any) -> Any:
     }
     forms: Any = SimpleNamespace(accelerated=(lambda: 0, (), lambda *_: True))
     table = CallTable(forms=forms, compared=(), **{**rows, **changes})
-    return accelerated_walk(table, 2, BoundPlace(0, None, []), by_size=None if sizes is None else ({}, sizes))
+    place = BoundPlace(0, None, [])
+    return accelerated_walk(walk_options(table, 2, place, (), sizes), place, by_size=None if sizes is None else {})
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ class Family(Protocol):
         ...
 
     def unsent(self, plan: Any, workspace: Any, stream: int) -> Launched | None:
-        """What ``launch`` gives, but without values, before anything is launched; None: only a launch can say."""
+        """The result of ``launch`` without values, before anything is launched; None: only a launch can say."""
         ...
 
     def launch(self, plan: Any, *values: Any) -> Launched:
