@@ -226,47 +226,33 @@ class OperatorPlan:
         **options: Mapping[int, bytes],
     ) -> Launched:
         """``launch`` without a hook; ``options`` may be the ``maps`` of ``PreparedLaunches.run``."""
-        scratch, context, prepared, place = self._ready(workspace, stream)
+        launched, scratch, place = self._ready(workspace, stream)
         values = (*addresses, *self._regions_at(scratch, place), *numbers)
         try:
-            prepared.run(stream, *values, **options)
+            launched.prepared.run(stream, *values, **options)
         except OtherContextError:  # asked for only then, since the contexts nearly always agree
             context = context_of_launch(self.driver, self.device, scratch.context, stream)
-            prepared = self._prepared_in(context, stream)
+            launched = self._in_context(launched, context, stream)
             with self.driver.using(context):
-                prepared.run(stream, *values, **options)
-        return self._launched(prepared, values, context, scratch, workspace, stream)
+                launched.prepared.run(stream, *values, **options)
+        return launched._replace(values=values)
 
     def unsent(self, workspace: AnyWorkspace | None, stream: int) -> Launched:
         """The result of ``launch`` without values, before anything is launched. Arguments and errors as there."""
-        scratch, context, prepared, _ = self._ready(workspace, stream)
-        return self._launched(prepared, (), context, scratch, workspace, stream)
+        return self._ready(workspace, stream)[0]
 
-    def _ready(
-        self, workspace: AnyWorkspace | None, stream: int
-    ) -> tuple[AnyWorkspace, int, PreparedLaunches, Hashable]:
-        """The workspace of a launch and its context, the prepared launches, and the place that the stream claimed."""
+    def _ready(self, workspace: AnyWorkspace | None, stream: int) -> tuple[Launched, AnyWorkspace, Hashable]:
+        """The same, with the workspace and the place in it that the stream claimed."""
         if workspace is None:
             scratch: AnyWorkspace = self._pool.take(stream)
         else:
             check_workspace(workspace)
             scratch = workspace
         context = scratch.context or self.driver.context_on(self.device)
-        return scratch, context, self._prepared_in(context, stream), scratch.claim(stream)
-
-    def _launched(
-        self,
-        prepared: PreparedLaunches,
-        values: tuple[Any, ...],
-        context: int,
-        scratch: AnyWorkspace,
-        workspace: AnyWorkspace | None,
-        stream: int,
-    ) -> Launched:
-        """``workspace`` is the one that the call gave, ``scratch`` that which it was launched with."""
-        return Launched(
+        prepared, place = self._prepared_in(context, stream), scratch.claim(stream)
+        launched = Launched(
             prepared=prepared,
-            values=values,
+            values=(),
             numbers=self.operator.numbers,
             context=context,
             device=self.device,
@@ -280,6 +266,13 @@ class OperatorPlan:
                 legacy=scratch.legacy if isinstance(scratch, Workspace) and not stream else None,
             ),
         )
+        return launched, scratch, place
+
+    def _in_context(self, launched: Launched, context: int, stream: int) -> Launched:
+        """The same in another context of the device."""
+        assert launched.scratch is not None
+        scratch = launched.scratch._replace(default=(context, 0))
+        return launched._replace(prepared=self._prepared_in(context, stream), context=context, scratch=scratch)
 
     def sender(
         self, stream: int, moving: Collection[int]
