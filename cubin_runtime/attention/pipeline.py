@@ -87,10 +87,15 @@ class CallFamily:
         return _plan(self.plan_class, self.operator, self.runtime, call, None, self.of_torch, self.kept_bound)
 
     def unsent(self, plan: StepPlan, workspace: Any, stream: int) -> Launched | None:
-        """As ``Family``: without a workspace, a launch asks whether a graph is captured."""
-        if installed.hook is not None or not isinstance(workspace, (Workspace, SemaphoreWorkspace)):
+        """As ``Family``: a hook sees launches alone, and torch gives memory to captured ones and to lent regions."""
+        if installed.hook is not None:
             return None
-        return plan.unsent(workspace, stream)
+        if workspace is not None:
+            is_plain = isinstance(workspace, (Workspace, SemaphoreWorkspace))
+        else:
+            of_plan = not any(region.lent for region in plan.regions)
+            is_plain = not self.of_torch or (of_plan and not _is_captured(self.runtime, plan, stream))
+        return plan.unsent(workspace, stream) if is_plain else None
 
     def launch(
         self,
@@ -266,6 +271,12 @@ def _with_lent_scratch(
     return SemaphoreWorkspace((view_of(semaphores, "workspace").pointer, zeroed), place, owner=(semaphores, scratch))
 
 
+def _is_captured(runtime: PlanRuntime, plan: StepPlan, stream: int) -> bool:
+    """Return whether a launch on the stream is captured, in the primary context if none is current."""
+    with runtime.driver.using(runtime.driver.context_on(plan.device)):
+        return runtime.driver.is_capturing(stream)
+
+
 def _scratch_of_call(runtime: PlanRuntime, plan: StepPlan, workspace: Any, like: Any, stream: int) -> Any:
     """The workspace of a call that asked for ``workspace`` with the torch tensor ``like``; None: the plan's own.
 
@@ -277,9 +288,7 @@ def _scratch_of_call(runtime: PlanRuntime, plan: StepPlan, workspace: Any, like:
         if isinstance(workspace, SemaphoreWorkspace):
             return _with_lent_scratch(runtime, plan, workspace, like)
         if workspace is None:
-            with runtime.driver.using(runtime.driver.context_on(plan.device)):
-                of_graph = runtime.driver.is_capturing(stream)
-            if of_graph:
+            if _is_captured(runtime, plan, stream):
                 note_unrepeatable()
                 workspace = TORCH_SCRATCH
             elif lent:

@@ -426,20 +426,21 @@ def test_each_graph_that_torch_captures_has_scratch_of_its_own(
             paged_decode(**ragged(tokens), max_seq_len=256, max_q_len=4, runtime=runtime)
         assert [len(paths.entries) for paths in runtime.family_paths.values()] == [1]
     tensors = ragged(2) | {"max_q_len": 4} if of_any_size else given()
+    of_new_size = ragged(7) | {"max_q_len": 4} if of_any_size else tensors  # whose first call is captured
 
-    def counters() -> object:
+    def counters(tensors: dict[str, Any] = tensors) -> object:
         paged_decode(**tensors, max_seq_len=256, runtime=runtime)
         sent = bytes.fromhex(standin.calls("cuLaunchKernelEx")[-1].seen["parameter0"])
         return PAGED_DECODE_TMA.unpack(sent)["counters"]
 
     eager = {counters() for _ in range(2)}
     captured = []
-    for _ in range(3):
+    for called in (tensors, tensors, of_new_size, tensors, of_new_size):
         runtime.driver.begin_capture(stream)
-        captured.append(counters())
+        captured.append(counters(called))
         runtime.driver.end_capture(stream)
     assert len(eager) == 1
-    assert len(set(captured)) == 3
+    assert len(set(captured)) == 5
 
 
 @pytest.mark.parametrize("face", ["run", "step", "paged_decode"])
