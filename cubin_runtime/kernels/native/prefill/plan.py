@@ -219,17 +219,11 @@ def _split_launches(
         grid=merge.grid(problem),
         attributes=LaunchAttributes(programmatic_serialization=True),  # it waits for the attention by itself
         values={
-            "out_token_stride": problem.out_strides[0],
-            "out_head_stride": problem.out_strides[1],
-            "lse_token_stride": problem.lse_strides[0],
-            "lse_head_stride": problem.lse_strides[1],
-            "batch": problem.batch,
-            "tokens": problem.tokens,
+            **_output_values(problem),
             "heads": heads,
             "columns": columns,
             "splits": splits,
             "warps_log2": merge.warps.bit_length() - 1,
-            "lse_scale": _lse_scale(problem),
         },
         caches={},
         regions=(),
@@ -263,14 +257,9 @@ def context_launch(
             "q_map": _query_map(problem, selection.packed),
             "k_map": _kv_map(problem, problem.head_dim, problem.k_strides, tile_tokens),
             "v_map": _kv_map(problem, problem.value_dim, problem.v_strides, tile_tokens),
-            "out_token_stride": problem.out_strides[0],
-            "out_head_stride": problem.out_strides[1],
-            "lse_token_stride": problem.lse_strides[0],
-            "lse_head_stride": problem.lse_strides[1],
+            **_output_values(problem),
             "table_stride": problem.table_stride,
             "v_table_offset": problem.v_table_offset,
-            "batch": problem.batch,
-            "tokens": problem.tokens,
             "kv_tokens": problem.kv_tokens,
             "q_len": problem.q_len,
             "max_seq_len": problem.max_seq_len,
@@ -285,7 +274,6 @@ def context_launch(
             "softmax_scale_log2": problem.softmax_scale * LOG2_E,
             "output_scale": problem.output_scale,
             "soft_cap": problem.soft_cap,
-            "lse_scale": _lse_scale(problem),
             "lse_sink": int(problem.lse_with_sink),
         },
         caches={"q_map": "q", "k_map": "k", "v_map": "v", **sources},
@@ -302,8 +290,17 @@ def _scale_strides(problem: ContextProblem) -> dict[str, object]:
     return kv_scale_strides(problem.k_scale_strides, problem.v_scale_strides)
 
 
-def _lse_scale(problem: ContextProblem) -> float:
-    return math.log(2) if problem.lse_natural else 1.0
+def _output_values(problem: ContextProblem) -> dict[str, object]:
+    """The fields of all kernels that write outputs."""
+    return {
+        "out_token_stride": problem.out_strides[0],
+        "out_head_stride": problem.out_strides[1],
+        "lse_token_stride": problem.lse_strides[0],
+        "lse_head_stride": problem.lse_strides[1],
+        "lse_scale": math.log(2) if problem.lse_natural else 1.0,
+        "batch": problem.batch,
+        "tokens": problem.tokens,
+    }
 
 
 def _window(keys: int) -> int:
