@@ -108,10 +108,8 @@ def _can_accelerate(prepared: PreparedLaunches, written: frozenset[int]) -> bool
 def in_c(module: Any, prepared: PreparedLaunches, written: frozenset[int]) -> Maker:
     """Senders of the accelerator, which need no lock and no memory for each call."""
     driver, history = prepared.driver, prepared.history
-    call, replace = (
-        ctypes.cast(driver.function(name), ctypes.c_void_p).value if driver.has(name) else 0  # type: ignore[arg-type]
-        for name in ("cuLaunchKernelEx", _REPLACE)
-    )
+    functions: tuple[Any, Any] = prepared.call, driver.function(_REPLACE) if driver.has(_REPLACE) else None
+    call, replace = (ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions)
 
     def make(launch: PreparedLaunch, stream: int, contents: Mapping[str, object]) -> Callable[..., int]:
         config, parameters = launch.config_on(stream), launch.plan.layout.pack(contents)
