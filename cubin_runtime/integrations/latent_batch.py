@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from ..attention.operators.mla_decode import mla_decode
 from ..errors import UsageError
@@ -11,6 +14,8 @@ from ..kernels.native.problem import Dealing
 from ..kernels.native.sparse_mla.select import MAX_WIDTH
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from .scratch import SharedScratch
 
 # Tokens of a page, as of the engines' other MLA kernels.
@@ -18,6 +23,9 @@ PAGE_SIZE = 64
 # Latent and rope columns of layers; how engines write a cache without rope columns is untested.
 LAYER_COLUMNS = tuple(columns for columns in COLUMNS if columns[1] > 0)
 MAX_TOKENS = MAX_QUERIES
+# Up to about so many new tokens, decode does less work than to project the whole context of a request up.
+SHORT_PROMPT_TOKENS = 128
+_TILE_ROWS = 64  # of the kernels; a bound of more rows makes chunks that fill one tile slower
 # The same where each query token attends to the rows of a list.
 LISTED_LATENT, LISTED_ROPE = 512, 64
 
@@ -64,6 +72,35 @@ def even_q_len(q_lens: list[int], rows: int) -> int:
     even = rows // q_len
     full = q_lens.count(q_len)
     return q_len if full <= even and not any(q_lens[full:]) else 0
+
+
+def chunk_of(heads: int) -> int:
+    """The query tokens of a chunk, whose rows fill one row tile, of requests with more tokens than decodes have."""
+    return min(MAX_TOKENS, max(1, _TILE_ROWS // heads))
+
+
+class LatentChunks(NamedTuple):
+    """Chunks of the query tokens of a step's requests, in order, each of which is computed like a request.
+
+    ``sums`` are the running sums of their query tokens, int32 ``[chunks + 1]`` from 0; ``requests`` their requests and
+    ``behind`` the query tokens of these after the chunk, which it must not see, both int32 ``[chunks]``.
+    """
+
+    sums: NDArray[np.int32]
+    requests: NDArray[np.int32]
+    behind: NDArray[np.int32]
+
+
+def chunks_of(q_lens: Sequence[int], chunk: int) -> LatentChunks:
+    """Cut requests with ``q_lens`` query tokens into chunks of at most ``chunk``; requests with none have no chunk."""
+    lens = np.asarray(q_lens, dtype=np.int32)
+    counts = -(-lens // chunk)
+    requests = np.repeat(np.arange(len(lens), dtype=np.int32), counts)
+    nth = np.arange(len(requests), dtype=np.int32) - np.repeat(np.cumsum(counts, dtype=np.int32) - counts, counts)
+    ends = np.minimum((nth + 1) * chunk, lens[requests])
+    sums = np.zeros(len(requests) + 1, dtype=np.int32)
+    np.cumsum(ends - nth * chunk, out=sums[1:])
+    return LatentChunks(sums, requests, lens[requests] - ends)
 
 
 def attend_latent(

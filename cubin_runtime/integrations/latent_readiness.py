@@ -26,7 +26,8 @@ _FULL_GRID = 256  # query tokens that occupy all multiprocessors of any GPU with
 class LatentKind(NamedTuple):
     """The common values of layers of one kind; dtypes are those of a ``TensorView``.
 
-    ``latent`` and ``rope`` are columns of a key; ``q_len`` bounds the query tokens of a request.
+    ``latent`` and ``rope`` are columns of a key; ``q_len`` bounds the query tokens of a request. Requests with more are
+    cut into chunks of ``chunk``; 0: there are none.
     """
 
     heads: int
@@ -36,6 +37,7 @@ class LatentKind(NamedTuple):
     cache_dtype: str
     q_len: int
     device: int
+    chunk: int = 0
 
 
 def reserve_latent(kind: LatentKind, options: LatentOptions, limits: Limits, log: logging.Logger) -> LatentOptions:
@@ -49,7 +51,7 @@ def reserve_latent(kind: LatentKind, options: LatentOptions, limits: Limits, log
     done = ("latent", kind, options._replace(scratch=None), limits)
     if done not in scratch.ready:
         plans = list(_plans(kind, options, limits))
-        scratch.cover(plans, limits)
+        scratch.cover(plans, limits._replace(requests=_most_requests(kind, limits)))
         scratch.ready.add(done)
         named = f"MLA with {kind.latent} + {kind.rope} columns, {kind.heads} heads, a cache of {kind.cache_dtype}"
         log.info("cubin_runtime: decodes of layers of %s run on %s", named, ", ".join(load(plans)))
@@ -75,7 +77,7 @@ def warm_up_latent(kind: LatentKind, kv_cache: Any, options: LatentOptions, limi
     out = torch.empty(*q.shape[:2], kind.latent, dtype=torch.bfloat16, device=device)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=device) if options.dealing.world > 1 else None
     for requests in range(1, most + 1):
-        for q_len, ragged in _forms(kind.q_len):
+        for q_len, ragged in _forms(kind):
             rows = requests if ragged else requests * q_len
             here, dealt = slice(0, requests), options.dealing.world > 1
             decodes = LatentDecodes(
@@ -93,9 +95,18 @@ def _tensor(device: int, dtype: Any, *shape: int) -> TensorView:
     return TensorView.contiguous(_ADDRESS, dtype, shape, device)
 
 
-def _forms(q_len: int) -> list[tuple[int, bool]]:
+def _forms(kind: LatentKind) -> list[tuple[int, bool]]:
     """Query tokens of a request, and whether their number differs, of all steps."""
-    return [(1, False)] if q_len == 1 else [(1, False), (q_len, False), (q_len, True)]
+    drafts = [(kind.q_len, False), (kind.q_len, True)] if kind.q_len > 1 else []
+    chunks = [(kind.chunk, True)] if kind.chunk > 1 else []
+    return [(1, False), *drafts, *chunks]
+
+
+def _most_requests(kind: LatentKind, limits: Limits) -> int:
+    """The most requests of a launch, where each chunk is one."""
+    if not kind.chunk:
+        return limits.requests
+    return max(limits.requests, min(limits.tokens, limits.tokens // kind.chunk + limits.requests))
 
 
 def _plans(kind: LatentKind, options: LatentOptions, limits: Limits) -> Iterator[OperatorPlan]:
@@ -103,27 +114,31 @@ def _plans(kind: LatentKind, options: LatentOptions, limits: Limits) -> Iterator
     width, columns = kind.latent + kind.rope, -(-limits.keys // PAGE_SIZE)
     dealt, tensor = options.dealing.world > 1, partial(_tensor, kind.device)
     cache = tensor(kind.cache_dtype, 1, PAGE_SIZE, width)
-    for requests in range(1, limits.requests + 1):
-        for q_len, ragged in _forms(kind.q_len):
-            rows = requests * q_len
-            lead = (rows,) if ragged or q_len == 1 else (requests, q_len)
-            yield plan_mla_decode(
-                tensor(kind.q_dtype, *lead, kind.heads, width),
-                cache,
-                tensor("int32", requests, columns),
-                tensor("int32", requests),
-                tensor("bfloat16", *lead, kind.heads, kind.latent),
-                tensor("float32", *lead, kind.heads) if dealt else None,
-                max_seq_len=limits.keys,
-                softmax_scale=1.0,
-                q_cu_seq_lens=tensor("int32", requests + 1) if ragged else None,
-                max_q_len=q_len if ragged else None,
-                global_seq_lens=tensor("int32", requests) if dealt else None,
-                cp_world=options.dealing.world,
-                cp_rank=options.dealing.rank,
-                cp_interleave=options.dealing.interleave,
-                batch_invariant=options.batch_invariant,
-            )
+    sizes = {(requests, *form) for requests in range(1, limits.requests + 1) for form in _forms(kind)}
+    if kind.chunk:
+        most = _most_requests(kind, limits)
+        several = {*range(1, min(most, _FULL_GRID) + 1), most}
+        sizes |= {(chunks, kind.chunk, kind.chunk > 1) for chunks in several}
+    for requests, q_len, ragged in sorted(sizes):
+        rows = requests * q_len
+        lead = (rows,) if ragged or q_len == 1 else (requests, q_len)
+        yield plan_mla_decode(
+            tensor(kind.q_dtype, *lead, kind.heads, width),
+            cache,
+            tensor("int32", requests, columns),
+            tensor("int32", requests),
+            tensor("bfloat16", *lead, kind.heads, kind.latent),
+            tensor("float32", *lead, kind.heads) if dealt else None,
+            max_seq_len=limits.keys,
+            softmax_scale=1.0,
+            q_cu_seq_lens=tensor("int32", requests + 1) if ragged else None,
+            max_q_len=q_len if ragged else None,
+            global_seq_lens=tensor("int32", requests) if dealt else None,
+            cp_world=options.dealing.world,
+            cp_rank=options.dealing.rank,
+            cp_interleave=options.dealing.interleave,
+            batch_invariant=options.batch_invariant,
+        )
 
 
 def reserve_prompts(

@@ -58,7 +58,7 @@ class SharedScratch:
         for plan in plans:
             zeroed, other = scratch_sizes([region for region in plan.regions if not region.lent])
             sizes = max(sizes[0], zeroed), max(sizes[1], other)
-        self._limits = limits
+        self._limits = Limits(*map(max, self._limits, limits))
         if sizes != self._sizes or self._workspaces.keys() != {*self._streams}:
             self._sizes = sizes
             self._workspaces = {stream: self._made_for(stream) for stream in self._streams}

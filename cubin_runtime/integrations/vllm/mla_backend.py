@@ -1,10 +1,11 @@
-"""The classes that vLLM asks for where layers have a latent cache (MLA); prompts go to vLLM's own MLA prefill."""
+"""The classes that vLLM asks for where layers have a latent cache (MLA); long prompts go to vLLM's own MLA prefill."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from vllm import _custom_ops, envs
 from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
@@ -24,10 +25,13 @@ from ...kernels.native.problem import Dealing
 from ..latent_batch import (
     LAYER_COLUMNS,
     PAGE_SIZE,
+    SHORT_PROMPT_TOKENS,
     LatentDecodes,
     LatentOptions,
     attend_latent,
     check_latent_layer,
+    chunk_of,
+    chunks_of,
     even_q_len,
     unserved,
 )
@@ -37,11 +41,24 @@ from .versions import decode_tokens, latent_cache_interface
 
 _FP8 = ("fp8", "fp8_e4m3")
 _JOINED_BY_VLLM = (512, 64)
+_MOST_PAIRS = 1 << 32  # of tokens and keys of a step, where launches of up to 128 heads number tiles in 31 bits
 
 
 def keys_on_a_rank(keys: int, dealing: Dealing) -> int:
     """The most keys that a rank holds of a request with so many."""
     return -(-keys // (dealing.world * dealing.interleave)) * dealing.interleave
+
+
+def cuts_short_prompts(config: Any) -> bool:
+    """Return whether prompts of few new tokens are decoded in chunks.
+
+    The bits of a prompt must not depend on how it is cut; lengths on a rank do not follow from those of a request; and
+    vLLM lets a request of a micro-batch with no more tokens than a decode read what another micro-batch writes.
+    """
+    parallel = config.parallel_config
+    if envs.VLLM_BATCH_INVARIANT or parallel.decode_context_parallel_size > 1 or parallel.use_ubatching:
+        return False
+    return bool(config.scheduler_config.max_num_batched_tokens * config.model_config.max_model_len <= _MOST_PAIRS)
 
 
 def joined(parts: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -116,13 +133,19 @@ class CubinRuntimeMlaDecodeMetadata(MLACommonDecodeMetadata):  # type: ignore[mi
 
 
 class CubinRuntimeMlaMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):  # type: ignore[misc]
-    """Decodes with one token each, or with up to 16 where there are drafts; it copies nothing from the device."""
+    """Decodes with one token each, or with up to 16 where there are drafts, and prompts of few new tokens in chunks.
+
+    It copies nothing from the device.
+    """
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
     query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.VARLEN
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        if cuts_short_prompts(vllm_config):
+            self.reorder_batch_threshold = SHORT_PROMPT_TOKENS
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, supports_dcp_with_varlen=True)
+        self._decode_tokens, self._chunk = decode_tokens(vllm_config), chunk_of(self.num_heads)
         dealing = Dealing(self.dcp_world_size, 0, vllm_config.parallel_config.cp_kv_cache_interleave_size)
         self._most_keys = keys_on_a_rank(vllm_config.model_config.max_model_len, dealing)
 
@@ -151,19 +174,41 @@ class CubinRuntimeMlaMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]
         q_lens = query_start_loc_cpu.diff().tolist()
         room = block_table_tensor.shape[1] * PAGE_SIZE
         bound = min(max(self._most_keys, max_seq_len), room)
-        even = even_q_len(q_lens, num_decode_tokens)
-        requests = num_decode_tokens // even if even else len(q_lens)
         totals = dcp_tot_seq_lens_device
-        decodes = LatentDecodes(
-            block_table_tensor[:requests],
-            seq_lens_device[:requests],
-            None if even else query_start_loc_device[: requests + 1],
-            even or max(1, *q_lens),
-            bound,
-            None if totals is None else totals[:requests],
-        )
+        if max(q_lens) > self._decode_tokens:
+            decodes = self._in_chunks(block_table_tensor, seq_lens_device, q_lens, num_decode_tokens, bound)
+        else:
+            even = even_q_len(q_lens, num_decode_tokens)
+            requests = num_decode_tokens // even if even else len(q_lens)
+            decodes = LatentDecodes(
+                block_table_tensor[:requests],
+                seq_lens_device[:requests],
+                None if even else query_start_loc_device[: requests + 1],
+                even or max(1, *q_lens),
+                bound,
+                None if totals is None else totals[:requests],
+            )
         return CubinRuntimeMlaDecodeMetadata(
             block_table=block_table_tensor, seq_lens=seq_lens_device, dcp_tot_seq_lens=totals, decodes=decodes
+        )
+
+    def _in_chunks(
+        self, table: torch.Tensor, lengths: torch.Tensor, q_lens: list[int], rows: int, bound: int
+    ) -> LatentDecodes:
+        """Each chunk as a request that ends with its last token, so that it sees no later one."""
+        chunks = chunks_of(q_lens, self._chunk)
+        packed = torch.from_numpy(np.concatenate(chunks))
+        if table.is_cuda:
+            packed = packed.pin_memory()
+        sums, requests, behind = packed.to(table.device, non_blocking=True).split([len(part) for part in chunks])
+        # Without sums each row is a request; with rows that pad the step there are more.
+        single = self._chunk == 1 and rows == len(requests)
+        return LatentDecodes(
+            table.index_select(0, requests),
+            lengths.index_select(0, requests) - behind,
+            None if single else sums,
+            self._chunk,
+            bound,
         )
 
 
@@ -267,7 +312,8 @@ class CubinRuntimeMlaImpl(MLACommonImpl[MLACommonMetadata]):  # type: ignore[mis
             return
         heads, dtype = self.num_heads * self._options.dealing.world, "float8_e4m3fn" if self._quantized else "bfloat16"
         latent, rope, device = self.kv_lora_rank, self.qk_rope_head_dim, parameter.device.index or 0
-        self._kind = LatentKind(heads, latent, rope, dtype, dtype, q_len, device)
+        chunk = chunk_of(heads) if cuts_short_prompts(config) else 0
+        self._kind = LatentKind(heads, latent, rope, dtype, dtype, q_len, device, chunk)
         self._columns = -(-limits.keys // PAGE_SIZE)
         self._limits = limits._replace(keys=keys_on_a_rank(limits.keys, self._options.dealing))
         self._options = reserve_latent(self._kind, self._options, self._limits, LOGGER)
