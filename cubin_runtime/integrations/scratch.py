@@ -50,15 +50,16 @@ class SharedScratch:
             self._streams.append(stream)
 
     def cover(self, plans: Iterable[OperatorPlan], limits: Limits) -> None:
-        """Grow to what these plans need, which are those of all steps within ``limits``, the same for all layers.
+        """Grow to what these plans need, which are those of all launches within ``limits``.
 
+        Only the most requests may differ between layers, some of which cut those of a step into several.
         Call it where no work and no graph uses the scratch, such as while the engine measures its memory.
         """
         sizes = self._sizes
         for plan in plans:
             zeroed, other = scratch_sizes([region for region in plan.regions if not region.lent])
             sizes = max(sizes[0], zeroed), max(sizes[1], other)
-        self._limits = Limits(*map(max, self._limits, limits))
+        self._limits = limits._replace(requests=max(self._limits.requests, limits.requests))
         if sizes != self._sizes or self._workspaces.keys() != {*self._streams}:
             self._sizes = sizes
             self._workspaces = {stream: self._made_for(stream) for stream in self._streams}

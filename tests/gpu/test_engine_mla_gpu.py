@@ -100,9 +100,15 @@ def vllm_steps() -> Any:
     return vllm_mla_steps
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in ("e4m3 cache", "invariant")])
+@pytest.mark.parametrize(
+    ("name", "in_chunks"),
+    [
+        *((name, False) for name in CASES if name not in ("e4m3 cache", "invariant")),
+        *((name, True) for name in CASES if "of different number" in name or name.startswith("8 tokens")),
+    ],
+)
 def test_the_class_of_vllm(
-    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, vllm_steps: Any, name: str
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, vllm_steps: Any, name: str, in_chunks: bool
 ) -> None:
     case = CASES[name]
     host, steps = mla_host(case, rng), vllm_steps
@@ -111,7 +117,7 @@ def test_the_class_of_vllm(
     config = steps.configuration(
         heads=case.heads,
         kv_lora_rank=case.latent,
-        drafts=case.q_bound - 1 or None,
+        drafts=None if in_chunks else case.q_bound - 1 or None,
         cache_dtype="fp8" if quantized else "auto",
         max_model_len=case.max_seq_len,
         scheduler_config=scheduler,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -32,6 +33,28 @@ pytestmark = pytest.mark.torch
 )
 def test_steps_with_as_many_tokens_of_each_request(q_lens: list[int], rows: int, q_len: int) -> None:
     assert latent_batch.even_q_len(q_lens, rows) == q_len
+
+
+def test_a_chunk_fills_a_row_tile() -> None:
+    heads = (128, 64, 40, 16, 8, 4, 1)
+    assert [latent_batch.chunk_of(each) for each in heads] == [1, 1, 1, 4, 8, 16, 16]
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 4, 16])
+def test_chunks_of_requests(chunk: int) -> None:
+    chance = random.Random(chunk)
+    for _ in range(50):
+        q_lens = [chance.choice([0, 1, chunk, chunk + 1, chance.randrange(200)]) for _ in range(chance.randrange(9))]
+        sums, requests, behind = [0], [], []
+        for request, q_len in enumerate(q_lens):
+            for first in range(0, q_len, chunk):
+                end = min(first + chunk, q_len)
+                sums.append(sums[-1] + end - first)
+                requests.append(request)
+                behind.append(q_len - end)
+        chunks = latent_batch.chunks_of(q_lens, chunk)
+        assert [part.tolist() for part in chunks] == [sums, requests, behind]
+        assert {str(part.dtype) for part in chunks} == {"int32"}
 
 
 @pytest.mark.parametrize(

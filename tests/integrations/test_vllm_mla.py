@@ -190,18 +190,84 @@ def test_decodes_in_front_of_prompts(monkeypatch: pytest.MonkeyPatch, standin: S
     prepared: list[Any] = []
     layer = config.compilation_config.static_forward_context["layer"]
     layer.prefill_backend.clone = lambda: SimpleNamespace(prepare_metadata=prepared.append, get_name=lambda: "")
-    lengths = torch.tensor([40, 30, 20], dtype=torch.int32)
-    metadata = step([4, 2, 20], [40, 30, 20], seq_lens_cpu_upper_bound=lengths)
+    lengths = torch.tensor([40, 30, 140], dtype=torch.int32)
+    metadata = step([4, 2, 140], [40, 30, 140], seq_lens_cpu_upper_bound=lengths)
     _, built, _kept = run(monkeypatch, config, metadata)
     (sent,) = mla_launches(standin)
     assert (built.num_decodes, built.num_prefills, built.num_decode_tokens, len(prepared)) == (2, 1, 6, 1)
     assert (sent["batch"], integers(sent["q_cu_seq_lens"], 3)) == (2, [0, 4, 6])
 
 
-def test_drafts_decide_what_is_a_decode(monkeypatch: pytest.MonkeyPatch) -> None:
-    for drafts, tokens in ((None, 1), (3, 4)):
-        config = configuration(drafts=drafts)
-        assert builder(use(monkeypatch, config), config).reorder_batch_threshold == tokens
+def seen(decodes: Any, rows: int) -> list[tuple[list[int], int]]:
+    """The page ids of each query token and the number of keys that it sees, as ``mla_decode`` has it."""
+    requests = len(decodes.lengths)
+    sums = range(requests + 1) if decodes.sums is None else decodes.sums.tolist()
+    assert (len(decodes.table), len(sums), sums[0]) == (requests, requests + 1, 0)
+    assert sums[-1] == rows
+    tokens = []
+    for number, (table, length) in enumerate(zip(decodes.table.tolist(), decodes.lengths.tolist(), strict=True)):
+        q_len = sums[number + 1] - sums[number]
+        assert 0 < q_len <= decodes.q_len
+        tokens += [(table, length - behind) for behind in reversed(range(q_len))]
+    return tokens
+
+
+@pytest.mark.parametrize("drafts", [None, 3])
+@pytest.mark.parametrize("cache", ["auto", "fp8"])
+@pytest.mark.parametrize(("heads", "chunk"), [(128, 1), (16, 4), (2, 16)])
+def test_prompts_of_few_new_tokens_are_decoded_in_chunks(
+    monkeypatch: pytest.MonkeyPatch, standin: StandIn, heads: int, chunk: int, cache: str, drafts: int | None
+) -> None:
+    config = configuration(heads=heads, cache_dtype=cache, drafts=drafts)
+    monkeypatch.setattr(mla_attention, "PIN_MEMORY", False, raising=False)
+    layer = config.compilation_config.static_forward_context["layer"]
+    layer.prefill_backend.clone = lambda: SimpleNamespace(prepare_metadata=lambda _: None, get_name=lambda: "")
+    q_lens, kv_lens = [1, 1, 7, 128, 33, 150], [40, 1, 200, 250, 33, 150]
+    table = torch.arange(24, dtype=torch.int32).view(6, 4)
+    upper = torch.tensor(kv_lens, dtype=torch.int32)
+    metadata = step(q_lens, kv_lens, block_table_tensor=table, seq_lens_cpu_upper_bound=upper)
+    (out, _), built, _kept = run(monkeypatch, config, metadata)
+    assert (built.num_decodes, built.num_prefills, built.num_decode_tokens) == (5, 1, 170)
+    decodes = built.decode.decodes
+    assert seen(decodes, 170) == [
+        (row, keys + 1)
+        for row, new, length in zip(table.tolist()[:5], q_lens[:5], kv_lens[:5], strict=True)
+        for keys in range(length - new, length)
+    ]
+    (sent,) = mla_launches(standin)
+    chunks = sum(-(-new // chunk) for new in q_lens[:5])
+    assert (sent["batch"], sent["q_len"], sent["tokens"], sent["heads"]) == (chunks, chunk, 170, heads)
+    assert (sent["page_table"], sent["seq_lens"]) == (decodes.table.data_ptr(), decodes.lengths.data_ptr())
+    assert sent["q_cu_seq_lens"] == (0 if chunk == 1 else decodes.sums.data_ptr())
+    assert (sent["out"], sent["max_seq_len"]) == (out.data_ptr(), MAX_LEN)
+
+
+@pytest.mark.parametrize("heads", [128, 16])
+def test_padding_of_a_step_with_chunks_is_not_computed(
+    monkeypatch: pytest.MonkeyPatch, standin: StandIn, heads: int
+) -> None:
+    metadata = step([1, 40], [40, 90], padded=2, num_actual_tokens=48)
+    (out, _), built, _kept = run(monkeypatch, configuration(heads=heads), metadata)
+    (sent,) = mla_launches(standin)
+    chunks = 41 if heads == 128 else 11
+    assert (sent["batch"], sent["tokens"], len(out)) == (chunks, 48, 48)
+    assert integers(sent["q_cu_seq_lens"], chunks + 1)[-1] == 41
+    assert len(seen(built.decode.decodes, 41)) == 41
+
+
+@pytest.mark.parametrize("drafts", [None, 3])
+def test_tokens_of_what_is_a_decode(monkeypatch: pytest.MonkeyPatch, drafts: int | None) -> None:
+    def threshold(**changed: Any) -> int:
+        config = configuration(drafts=drafts, **changed)
+        return int(builder(use(monkeypatch, config), config).reorder_batch_threshold)
+
+    least = 1 + (drafts or 0)
+    assert threshold() == 128
+    assert threshold(decode_context_parallel_size=2) == least
+    assert threshold(enable_dbo=True) == least
+    assert threshold(max_model_len=1 << 27) == least  # more tiles than a launch may have
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert threshold() == least
 
 
 def test_a_bound_within_the_pages_of_a_step(monkeypatch: pytest.MonkeyPatch, standin: StandIn) -> None:

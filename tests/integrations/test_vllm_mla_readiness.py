@@ -19,10 +19,12 @@ from tests.integrations.vllm_mla_steps import queries, step, use  # noqa: E402
 
 # isort: on
 from cubin_runtime.attention import Runtime  # noqa: E402
+from cubin_runtime.integrations.scratch import Limits  # noqa: E402
 from cubin_runtime.testing import StandIn  # noqa: E402
 
 pytestmark = pytest.mark.torch
 REQUESTS, STEPS = 12, 2000
+TOKENS = 8 * REQUESTS
 SCALES = SimpleNamespace(_k_scale_float=0.5, _q_scale_float=2.0)
 
 
@@ -30,7 +32,7 @@ class Engine:
     """A layer after the engine's start: the model was made, and a dummy step wrote to the cache."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **changed: Any) -> None:
-        scheduler = SimpleNamespace(max_num_seqs=REQUESTS, max_num_batched_tokens=8 * REQUESTS)
+        scheduler = SimpleNamespace(max_num_seqs=REQUESTS, max_num_batched_tokens=TOKENS)
         self.config = configuration(scheduler_config=scheduler, **changed)
         backend = use(monkeypatch, self.config)
         self.made, self.builder = layer_of(backend, self.config), builder(backend, self.config)
@@ -74,6 +76,43 @@ def test_steps_of_mixed_lengths_load_and_allocate_nothing(
     assert len(standin.calls("cuMemAlloc")) == allocations
 
 
+@pytest.mark.parametrize(
+    ("changed", "most"),
+    [
+        ({"cache_dtype": "fp8", "heads": 128}, TOKENS),
+        ({"heads": 16}, TOKENS // 4 + REQUESTS),
+        ({"heads": 16, "drafts": 3}, TOKENS // 4 + REQUESTS),
+        ({"cache_dtype": "fp8", "heads": 4, "drafts": 2}, TOKENS // 16 + REQUESTS),
+    ],
+)
+def test_prompts_in_chunks_load_and_allocate_nothing(
+    hopper: Runtime, standin: StandIn, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], most: int
+) -> None:
+    engine, chance = Engine(monkeypatch, **changed), random.Random(1)
+    before = hopper.stats()
+    allocations = len(standin.calls("cuMemAlloc"))
+    scratch = engine.made._options.scratch
+    assert scratch.of_launch(most, TOKENS, MAX_LEN) is not None
+    assert scratch.of_launch(most + 1, TOKENS, MAX_LEN) is None
+    one_token_more = [5] * (REQUESTS - 1)  # than chunks of 4
+    steps = [[TOKENS], [*one_token_more, TOKENS - sum(one_token_more)]]
+    for _ in range(STEPS // 10):
+        steps.append([chance.randrange(1, TOKENS // REQUESTS + 1) for _ in range(chance.randrange(REQUESTS))])
+        steps[-1].append(chance.randrange(engine.builder._decode_tokens + 1, TOKENS - sum(steps[-1]) + 1))
+    for q_lens in steps:
+        engine.run(q_lens, [chance.randrange(new, MAX_LEN + 1) for new in q_lens])
+    assert (hopper.stats().loads, hopper.stats().fast_paths) == (before.loads, before.fast_paths)
+    assert len(standin.calls("cuMemAlloc")) == allocations
+
+
+def test_layers_without_chunks_leave_the_scratch_of_the_others(
+    hopper: Runtime, standin: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scratch = Engine(monkeypatch).made._options.scratch
+    scratch.cover([], Limits(REQUESTS, TOKENS, MAX_LEN))
+    assert scratch.of_launch(TOKENS // 4 + REQUESTS, TOKENS, MAX_LEN) is not None
+
+
 def test_no_kernel_is_loaded_later(hopper: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(monkeypatch, drafts=3)
     hopper.freeze()
@@ -101,5 +140,5 @@ def test_scratch_is_the_drivers_own(hopper: Runtime, standin: StandIn, monkeypat
     before = len(standin.calls("cuMemAlloc"))
     engine = Engine(monkeypatch)
     assert len(standin.calls("cuMemAlloc")) > before
-    scratch = engine.made._options.scratch.of_launch(REQUESTS, 8 * REQUESTS, MAX_LEN)
+    scratch = engine.made._options.scratch.of_launch(REQUESTS, TOKENS, MAX_LEN)
     assert scratch.owner.address == scratch.semaphores[0]
