@@ -23,11 +23,11 @@ PAGE_SIZE = 64
 # Latent and rope columns of layers; how engines write a cache without rope columns is untested.
 LAYER_COLUMNS = tuple(columns for columns in COLUMNS if columns[1] > 0)
 MAX_TOKENS = MAX_QUERIES
+# The same where each query token attends to the rows of a list.
+LISTED_LATENT, LISTED_ROPE = 512, 64
 # Up to about so many new tokens, decode does less work than to project the whole context of a request up.
 SHORT_PROMPT_TOKENS = 128
 _TILE_ROWS = 64  # of the kernels; a bound of more rows makes chunks that fill one tile slower
-# The same where each query token attends to the rows of a list.
-LISTED_LATENT, LISTED_ROPE = 512, 64
 
 
 class LatentDecodes(NamedTuple):
