@@ -109,8 +109,8 @@ def attend_latent(
     """Latent attention of the requests' query tokens, whose rows are in the cache already.
 
     Args:
-        q: ``[rows, heads, latent + 64]``, contiguous; ``out`` ``[rows, heads, latent]``, ``lse`` ``[rows, heads]``.
-        kv_cache: ``[pages, page_size, latent + 64]``; any strides.
+        q: ``[rows, heads, latent + rope]``, contiguous; ``out`` ``[rows, heads, latent]``, ``lse`` ``[rows, heads]``.
+        kv_cache: ``[pages, page_size, latent + rope]``; any strides.
 
     Raises:
         as ``mla_decode``.

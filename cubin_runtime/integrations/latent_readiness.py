@@ -85,7 +85,7 @@ def warm_up_latent(kind: LatentKind, kv_cache: Any, options: LatentOptions, limi
                 lengths[here],
                 sums[: requests + 1] if ragged else None,
                 q_len,
-                min(limits.keys, columns * PAGE_SIZE),
+                min(limits.keys, columns * kv_cache.shape[1]),
                 lengths[here] if dealt else None,
             )
             attend_latent(q[:rows], kv_cache, decodes, options, out[:rows], None if lse is None else lse[:rows])

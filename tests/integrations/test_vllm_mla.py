@@ -63,7 +63,17 @@ def test_what_is_supported(monkeypatch: pytest.MonkeyPatch, cache: str, changed:
     head_size = changed.get("kv_lora_rank", LATENT) + 64
     assert reasons(backend, kv_cache_dtype=cache, head_size=head_size, use_batch_invariant=True) == []
     assert backend.get_builder_cls().get_cudagraph_support(None, None) is AttentionCGSupport.UNIFORM_BATCH
-    assert (backend.get_preferred_block_size(16), backend.supports_block_size(128)) == (64, True)
+    assert [size for size in (16, 32, 64, 128) if backend.supports_block_size(size)] == [32, 64, 128]
+
+
+@pytest.mark.parametrize(("cache", "tokens"), [("auto", 32), ("bfloat16", 32), ("fp8", 64), ("fp8_e4m3", 64)])
+def test_blocks_are_as_small_as_costs_a_decode_nothing(
+    monkeypatch: pytest.MonkeyPatch, cache: str, tokens: int
+) -> None:
+    config = configuration(cache_dtype=cache)
+    backend = use(monkeypatch, config)
+    monkeypatch.setattr(mla_backend, "get_current_vllm_config_or_none", lambda: config)
+    assert (backend.get_preferred_block_size(16), backend.get_preferred_block_size(128)) == (tokens, 128)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +84,7 @@ def test_what_is_supported(monkeypatch: pytest.MonkeyPatch, cache: str, changed:
         {"dtype": torch.float16},
         {"kv_cache_dtype": "fp8_e5m2"},
         {"kv_cache_dtype": "fp8_ds_mla"},
-        {"block_size": 32},
+        {"block_size": 16},
         {"use_mla": False},
         {"has_sink": True},
         {"use_sparse": True},
@@ -124,6 +134,13 @@ def test_decodes(monkeypatch: pytest.MonkeyPatch, standin: StandIn) -> None:
     assert (sent["page_table"], sent["out"]) == (metadata.block_table_tensor.data_ptr(), out.data_ptr())
     assert (1 << sent["page_size_log2"], sent["max_seq_len"], sent["q_cu_seq_lens"]) == (BLOCK, MAX_LEN, 0)
     assert sent["softmax_scale_log2"] == pytest.approx(SCALE * LOG2_E)
+
+
+def test_blocks_of_32(monkeypatch: pytest.MonkeyPatch, standin: StandIn) -> None:
+    table = torch.arange(12, dtype=torch.int32).view(2, 6)
+    run(monkeypatch, configuration(block_size=32), step([1, 1], [40, 3], block_table_tensor=table))
+    (sent,) = mla_launches(standin)
+    assert (1 << sent["page_size_log2"], sent["max_seq_len"]) == (32, 6 * 32)
 
 
 def test_the_queries_of_a_pair_are_side_by_side(monkeypatch: pytest.MonkeyPatch, standin: StandIn) -> None:

@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not importable (tools/stage_engines.py, make test-engines)", allow_module_level=True)
 # isort: off
-from tests.integrations.vllm_mla_steps import BLOCK, MAX_LEN, builder, cache_of, configuration, layer_of  # noqa: E402  (it imports vLLM)
+from tests.integrations.vllm_mla_steps import MAX_LEN, builder, cache_of, configuration, layer_of  # noqa: E402  (it imports vLLM)
 from tests.integrations.vllm_mla_steps import queries, step, use  # noqa: E402
 
 # isort: on
@@ -45,7 +45,7 @@ class Engine:
 
     def run(self, q_lens: list[int], kv_lens: list[int], padded: int = 0) -> None:
         tokens = sum(q_lens) + padded * max(q_lens)
-        columns = MAX_LEN // BLOCK
+        columns = MAX_LEN // self.config.cache_config.block_size
         table = torch.zeros(len(q_lens) + padded, columns, dtype=torch.int32)
         built = self.builder.build(0, step(q_lens, kv_lens, padded, num_actual_tokens=tokens, block_table_tensor=table))
         self.made.forward_mqa(queries(self.config, tokens), self.kv_cache, built, SCALES)
@@ -81,6 +81,7 @@ def test_steps_of_mixed_lengths_load_and_allocate_nothing(
     [
         ({"cache_dtype": "fp8", "heads": 128}, TOKENS),
         ({"heads": 16}, TOKENS // 4 + REQUESTS),
+        ({"heads": 16, "block_size": 32}, TOKENS // 4 + REQUESTS),
         ({"heads": 16, "drafts": 3}, TOKENS // 4 + REQUESTS),
         ({"cache_dtype": "fp8", "heads": 4, "drafts": 2}, TOKENS // 16 + REQUESTS),
     ],

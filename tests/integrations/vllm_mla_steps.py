@@ -91,7 +91,8 @@ def reasons(backend: Any, **changed: Any) -> list[str]:
 
 
 def builder(backend: Any, config: Any, device: str = "cpu") -> Any:
-    spec = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=config.model_config.get_head_size(), dtype=BF16)
+    size, block = config.model_config.get_head_size(), config.cache_config.block_size
+    spec = MLAAttentionSpec(block_size=block, num_kv_heads=1, head_size=size, dtype=BF16)
     return backend.get_builder_cls()(spec, ["layer"], config, torch.device(device))
 
 
@@ -118,8 +119,8 @@ def layer_of(backend: Any, config: Any, device: str = "cpu", **changed: Any) -> 
 
 def cache_of(config: Any) -> Any:
     """A layer's cache ``[blocks, block_size, columns]``, as the layer passes it on."""
-    quantized = config.cache_config.cache_dtype.startswith("fp8")
-    cache = torch.zeros(BLOCKS, BLOCK, config.model_config.get_head_size(), dtype=torch.uint8 if quantized else BF16)
+    quantized, block = config.cache_config.cache_dtype.startswith("fp8"), config.cache_config.block_size
+    cache = torch.zeros(BLOCKS, block, config.model_config.get_head_size(), dtype=torch.uint8 if quantized else BF16)
     return cache.view(torch.float8_e4m3fn) if quantized else cache
 
 

@@ -21,6 +21,7 @@ from vllm.model_executor.layers.attention.mla_attention import (
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 
 from ...errors import UsageError
+from ...kernels.native.mla.select import PAGE_SIZES
 from ...kernels.native.problem import Dealing
 from ..latent_batch import (
     LAYER_COLUMNS,
@@ -41,6 +42,7 @@ from .versions import decode_tokens, latent_cache_interface
 
 _FP8 = ("fp8", "fp8_e4m3")
 _JOINED_BY_VLLM = (512, 64)
+_LEAST_FP8_BLOCK = 64  # tokens; pieces of smaller ones are copied slowly
 _MOST_PAIRS = 1 << 32  # of tokens and keys of a step, where launches of up to 128 heads number tiles in 31 bits
 
 
@@ -93,6 +95,18 @@ class CubinRuntimeMlaBackend(LatentBackend, *latent_cache_interface(), MLACommon
     """Dense MLA on SM90: bf16 queries and cache, or e4m3 both."""
 
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "bfloat16", *_FP8]
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int]:
+        """Tokens of a page; vLLM's blocks may be multiples of these."""
+        return list(PAGE_SIZES)
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        """The smallest blocks that cost a decode nothing, as whole blocks of a cached prompt are shared."""
+        config = get_current_vllm_config_or_none()
+        quantized = config is not None and config.cache_config.cache_dtype in _FP8
+        return max(default_block_size, _LEAST_FP8_BLOCK if quantized else min(PAGE_SIZES))
 
     @staticmethod
     def get_impl_cls() -> type[CubinRuntimeMlaImpl]:
@@ -172,7 +186,7 @@ class CubinRuntimeMlaMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]
     ) -> CubinRuntimeMlaDecodeMetadata:
         """The decodes, whose bound is the model's, as a captured launch is replayed with longer requests."""
         q_lens = query_start_loc_cpu.diff().tolist()
-        room = block_table_tensor.shape[1] * PAGE_SIZE
+        room = block_table_tensor.shape[1] * self.page_size
         bound = min(max(self._most_keys, max_seq_len), room)
         totals = dcp_tot_seq_lens_device
         if max(q_lens) > self._decode_tokens:
@@ -262,7 +276,7 @@ class CubinRuntimeMlaImpl(MLACommonImpl[MLACommonMetadata]):  # type: ignore[mis
         dealing = Dealing(world, rank, parallel.cp_kv_cache_interleave_size) if world > 1 else Dealing()
         self._options = LatentOptions(self.scale, 1.0, bool(envs.VLLM_BATCH_INVARIANT), dealing)
         self._quantized = kv_cache_dtype in _FP8
-        self._columns = 0
+        self._table_keys = 0
         self._get_ready(config, q_len)
 
     def forward_mqa(
@@ -276,7 +290,7 @@ class CubinRuntimeMlaImpl(MLACommonImpl[MLACommonMetadata]):  # type: ignore[mis
 
         Args:
             q: ``[tokens, heads, kv_lora_rank + qk_rope_head_dim]``, or a pair of its two parts.
-            kv_c_and_k_pe_cache: ``[blocks, 64, kv_lora_rank + qk_rope_head_dim]``.
+            kv_c_and_k_pe_cache: ``[blocks, block_size, kv_lora_rank + qk_rope_head_dim]``.
 
         Returns:
             ``[tokens, heads, kv_lora_rank]`` and, with decode context parallelism, the log-sum-exp ``[tokens, heads]``
@@ -300,8 +314,8 @@ class CubinRuntimeMlaImpl(MLACommonImpl[MLACommonMetadata]):  # type: ignore[mis
     ) -> None:
         """As vLLM's own; when it first runs over the cache, in a dummy step, write the fast paths."""
         super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, *arguments, **more)
-        if self._columns and kv_cache.numel() and not _is_capturing(kv_cache):
-            columns, self._columns = self._columns, 0
+        if self._table_keys and kv_cache.numel() and not _is_capturing(kv_cache):
+            columns, self._table_keys = -(-self._table_keys // kv_cache.shape[1]), 0
             cache = kv_cache.view(torch.float8_e4m3fn) if self._quantized else kv_cache
             warm_up_latent(self._kind, cache, self._options, self._limits, columns)
 
@@ -314,6 +328,6 @@ class CubinRuntimeMlaImpl(MLACommonImpl[MLACommonMetadata]):  # type: ignore[mis
         latent, rope, device = self.kv_lora_rank, self.qk_rope_head_dim, parameter.device.index or 0
         chunk = chunk_of(heads) if cuts_short_prompts(config) else 0
         self._kind = LatentKind(heads, latent, rope, dtype, dtype, q_len, device, chunk)
-        self._columns = -(-limits.keys // PAGE_SIZE)
+        self._table_keys = limits.keys
         self._limits = limits._replace(keys=keys_on_a_rank(limits.keys, self._options.dealing))
         self._options = reserve_latent(self._kind, self._options, self._limits, LOGGER)
