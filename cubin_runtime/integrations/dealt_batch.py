@@ -7,7 +7,6 @@ over the ranks, every rank attends with all heads to its own keys, and the parts
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 from ..attention.operators.context_attention import context_attention
@@ -93,15 +92,16 @@ def _over_own_keys(
         }
         pages = {"page_table": part.table, "seq_lens": part.lengths, "logit_soft_cap": options.soft_cap}
         q, result, sums = queries[part.where], out[part.where], lse[part.where]
-        if part is not batch.decodes:
-            of_prompts = {"q_cu_seq_lens": part.sums, "max_q_len": part.max_q_len, "causal": False}
-            launch = partial(context_attention, q, k_cache, v_cache, **pages, **of_prompts)
-        elif decodes_directly(q.shape[1], kv_heads, q.shape[2], options):
-            launch = partial(paged_decode, q, k_cache, v_cache, part.table, part.lengths)
-        else:
+        direct = part is batch.decodes and decodes_directly(q.shape[1], kv_heads, q.shape[2], options)
+        if part is batch.decodes and not direct:
             q, result, sums = (states.unsqueeze(1) for states in (q, result, sums))
-            launch = partial(context_attention, q, k_cache, v_cache, **pages)
-        launch_part(launch, part, options, out=result, lse=sums, **shared)
+        states, written = (q, k_cache, v_cache), {"out": result, "lse": sums}
+        if direct:
+            launch_part(paged_decode, (*states, part.table, part.lengths), {**shared, **written}, part, options)
+        else:
+            of_prompts = {"q_cu_seq_lens": part.sums, "max_q_len": part.max_q_len, "causal": False}
+            more = {} if part is batch.decodes else of_prompts
+            launch_part(context_attention, states, {**shared, **written, **pages, **more}, part, options)
     return out, lse
 
 
@@ -112,22 +112,20 @@ def _over_new_keys(
     import torch
 
     lse: Any = None if context is None else torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    launch = partial(
-        context_attention,
-        q,
-        k,
-        v,
-        q_cu_seq_lens=part.sums,
-        kv_cu_seq_lens=part.sums,
-        max_q_len=part.max_q_len,
-        max_seq_len=part.max_q_len,
-        softmax_scale=options.softmax_scale,
-        logit_soft_cap=options.soft_cap,
-    )
-    launch_part(launch, part, options, out=out, lse=lse)
+    arguments = {
+        "q_cu_seq_lens": part.sums,
+        "kv_cu_seq_lens": part.sums,
+        "max_q_len": part.max_q_len,
+        "max_seq_len": part.max_q_len,
+        "softmax_scale": options.softmax_scale,
+        "logit_soft_cap": options.soft_cap,
+        "out": out,
+        "lse": lse,
+    }
+    launch_part(context_attention, (q, k, v), arguments, part, options)
     if context is not None:
-        v_other, s_other = context
-        launch_part(partial(merge_states, out, lse, other=v_other, other_lse=s_other), part, options, out=out)
+        others = {"other": context[0], "other_lse": context[1], "out": out}
+        launch_part(merge_states, (out, lse), others, part, options)
 
 
 def hold_a_dealt_step(q: Any, world: int) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..attention.operators.context_attention import context_attention
@@ -98,6 +97,12 @@ def attend(
     for part in (batch.decodes, batch.prefills):
         if part is None or part.rows == 0:
             continue
+        queries, result = (q, out) if part.rows == q.shape[0] else (q[part.where], out[part.where])
+        kv_heads = k_cache.shape[1 if kv_layout == "HND" else 2]
+        direct = part is batch.decodes and decodes_directly(q.shape[1], kv_heads, q.shape[2], options)
+        # As many tokens of each request need no running sums, and the decode of one token no dimension for it.
+        if part.sums is None and not (direct and part.max_q_len == 1):
+            queries, result = (states.unflatten(0, (-1, part.max_q_len)) for states in (queries, result))
         shared = {
             "max_seq_len": part.max_seq_len,
             "softmax_scale": options.softmax_scale,
@@ -109,32 +114,33 @@ def attend(
             "batch_invariant": options.batch_invariant,
             "q_cu_seq_lens": part.sums,
             "max_q_len": None if part.sums is None else part.max_q_len,
+            "out": result,
         }
-        queries, result = (q, out) if part.rows == q.shape[0] else (q[part.where], out[part.where])
-        kv_heads = k_cache.shape[1 if kv_layout == "HND" else 2]
-        direct = part is batch.decodes and decodes_directly(q.shape[1], kv_heads, q.shape[2], options)
-        # As many tokens of each request need no running sums, and the decode of one token no dimension for it.
-        if part.sums is None and not (direct and part.max_q_len == 1):
-            queries, result = (states.unflatten(0, (-1, part.max_q_len)) for states in (queries, result))
+        states = (queries, k_cache, v_cache)
         if direct:
-            launch = partial(paged_decode, queries, k_cache, v_cache, part.table, part.lengths)
+            launch_part(paged_decode, (*states, part.table, part.lengths), shared, part, options)
         else:
             pages = {"page_table": part.table, "seq_lens": part.lengths, "logit_soft_cap": options.soft_cap}
-            launch = partial(context_attention, queries, k_cache, v_cache, **pages)
-        launch_part(launch, part, options, out=result, **shared)
+            launch_part(context_attention, states, {**shared, **pages}, part, options)
 
 
-def launch_part(launch: Callable[..., Any], part: Part, options: LayerOptions, **arguments: Any) -> None:
-    """Launch in the scratch that layers share."""
+def launch_part(
+    operator: Callable[..., Any],
+    states: Sequence[Any],
+    arguments: Mapping[str, Any],
+    part: Part,
+    options: LayerOptions,
+) -> None:
+    """Call ``operator`` with its first arguments, the others by name, and the scratch that layers share."""
     scratch = options.scratch
     workspace = None if scratch is None else scratch.of_launch(part.table.shape[0], part.rows, part.max_seq_len)
     try:
-        launch(workspace=workspace, **arguments)
+        operator(*states, **arguments, workspace=workspace)
     except WorkspaceError:
         if workspace is None:
             raise
         # A launch that readiness did not foresee has scratch of its own.
-        launch(**arguments)
+        operator(*states, **arguments)
 
 
 def check_layer(head_size: int, value_size: int, heads: int, kv_heads: int) -> None:
