@@ -11,6 +11,7 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -18,7 +19,7 @@ if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not importable (tools/stage_engines.py, make test-engines)", allow_module_level=True)
 # isort: off
 from tests.integrations.vllm_steps import BACKEND, REGISTERED  # noqa: E402  (first: it imports vLLM)
-from tests.integrations.vllm_mla_steps import BF16, BLOCK, HEADS, LATENT, MAX_LEN, SCALE  # noqa: E402
+from tests.integrations.vllm_mla_steps import BF16, BLOCK, BLOCKS, HEADS, LATENT, MAX_LEN, SCALE  # noqa: E402
 from tests.integrations.vllm_mla_steps import builder, configuration, layer_of, reasons, run, step, use  # noqa: E402
 
 # isort: on
@@ -27,10 +28,12 @@ from vllm.model_executor.layers.attention import mla_attention  # noqa: E402
 from vllm.platforms.interface import DeviceCapability  # noqa: E402
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType  # noqa: E402
 
+from cubin_runtime.attention.reference import mla_decode_reference  # noqa: E402
 from cubin_runtime.errors import UsageError  # noqa: E402
 from cubin_runtime.integrations.vllm import mla_backend  # noqa: E402
 from cubin_runtime.testing import StandIn  # noqa: E402
 from tests.integrations.launch_records import integers, mla_launches  # noqa: E402
+from tests.integrations.step_records import array  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("hopper")]
 LOG2_E = math.log2(math.e)
@@ -134,6 +137,34 @@ def test_decodes(monkeypatch: pytest.MonkeyPatch, standin: StandIn) -> None:
     assert (sent["page_table"], sent["out"]) == (metadata.block_table_tensor.data_ptr(), out.data_ptr())
     assert (1 << sent["page_size_log2"], sent["max_seq_len"], sent["q_cu_seq_lens"]) == (BLOCK, MAX_LEN, 0)
     assert sent["softmax_scale_log2"] == pytest.approx(SCALE * LOG2_E)
+
+
+@pytest.mark.parametrize(("heads", "chunk"), [(128, 1), (16, 4)])
+def test_prompts_in_chunks_attend_as_whole_ones_do(monkeypatch: pytest.MonkeyPatch, heads: int, chunk: int) -> None:
+    config, q_lens, kv_lens = configuration(heads=heads, kv_lora_rank=256), [1, 1, 5, 23], [40, 200, 130, 87]
+    table = torch.randperm(4 * 4).view(4, 4).to(torch.int32) % BLOCKS
+    backend = use(monkeypatch, config)
+    built = builder(backend, config).build(0, step(q_lens, kv_lens, block_table_tensor=table))
+    q, cache = torch.randn(sum(q_lens), heads, 256 + 64).to(BF16), torch.randn(BLOCKS, BLOCK, 256 + 64).to(BF16)
+    bounds: list[int] = []
+
+    def attended(lens: Any, pages: Any, sums: Any) -> torch.Tensor:
+        out, _ = mla_decode_reference(
+            array(q), array(cache), array(pages), array(lens), SCALE, latent=256, q_cu_seq_lens=sums
+        )
+        return torch.from_numpy(out).to(BF16)
+
+    def decode(_: Any, __: Any, pages: Any, lens: Any, *, out: torch.Tensor, **options: Any) -> None:
+        sums = options["q_cu_seq_lens"]
+        bounds.append(1 if sums is None else options["max_q_len"])
+        out.copy_(attended(lens, pages, None if sums is None else array(sums)))
+
+    monkeypatch.setattr("cubin_runtime.integrations.latent_batch.mla_decode", decode)
+    pair = q[..., :256].contiguous(), q[..., 256:].contiguous()
+    out, _ = layer_of(backend, config).forward_mqa(pair, cache, built, None)
+    whole = attended(torch.tensor(kv_lens), table, np.cumsum([0, *q_lens]))
+    assert bounds == [chunk]
+    assert torch.equal(out, whole)
 
 
 def test_blocks_of_32(monkeypatch: pytest.MonkeyPatch, standin: StandIn) -> None:
