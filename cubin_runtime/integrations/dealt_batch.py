@@ -92,16 +92,17 @@ def _over_own_keys(
         }
         pages = {"page_table": part.table, "seq_lens": part.lengths, "logit_soft_cap": options.soft_cap}
         q, result, sums = queries[part.where], out[part.where], lse[part.where]
-        direct = part is batch.decodes and decodes_directly(q.shape[1], kv_heads, q.shape[2], options)
-        if part is batch.decodes and not direct:
-            q, result, sums = (states.unsqueeze(1) for states in (q, result, sums))
-        states, written = (q, k_cache, v_cache), {"out": result, "lse": sums}
-        if direct:
-            launch_part(paged_decode, (*states, part.table, part.lengths), {**shared, **written}, part, options)
-        else:
+        operator: Callable[..., Any] = context_attention
+        states: tuple[Any, ...]
+        if part is not batch.decodes:
             of_prompts = {"q_cu_seq_lens": part.sums, "max_q_len": part.max_q_len, "causal": False}
-            more = {} if part is batch.decodes else of_prompts
-            launch_part(context_attention, states, {**shared, **written, **pages, **more}, part, options)
+            states, more = (q, k_cache, v_cache), {**pages, **of_prompts}
+        elif decodes_directly(q.shape[1], kv_heads, q.shape[2], options):
+            operator, states, more = paged_decode, (q, k_cache, v_cache, part.table, part.lengths), {}
+        else:
+            q, result, sums = (rows.unsqueeze(1) for rows in (q, result, sums))
+            states, more = (q, k_cache, v_cache), pages
+        launch_part(operator, states, {**shared, **more, "out": result, "lse": sums}, part, options)
     return out, lse
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..attention.operators.mla_decode import mla_decode
 from ..errors import UsageError
-from ..kernels.native.mla.select import COLUMNS, MAX_HEADS, MAX_QUERIES
+from ..kernels.native.mla.select import COLUMNS, MAX_HEADS, MAX_QUERIES, WIDE_ROWS
 from ..kernels.native.problem import Dealing
 from ..kernels.native.sparse_mla.select import MAX_WIDTH
 
@@ -27,7 +27,6 @@ MAX_TOKENS = MAX_QUERIES
 LISTED_LATENT, LISTED_ROPE = 512, 64
 # Up to about so many new tokens, decode does less work than to project the whole context of a request up.
 SHORT_PROMPT_TOKENS = 128
-_TILE_ROWS = 64  # of the kernels; a bound of more rows makes chunks that fill one tile slower
 
 
 class LatentDecodes(NamedTuple):
@@ -75,8 +74,11 @@ def even_q_len(q_lens: list[int], rows: int) -> int:
 
 
 def chunk_of(heads: int) -> int:
-    """The query tokens of a chunk, whose rows fill one row tile, of requests with more tokens than decodes have."""
-    return min(MAX_TOKENS, max(1, _TILE_ROWS // heads))
+    """The query tokens of a chunk, whose rows fill one row tile, of requests with more tokens than decodes have.
+
+    Under a bound of more rows the CTAs of a group would idle.
+    """
+    return min(MAX_TOKENS, max(1, WIDE_ROWS // heads))
 
 
 class LatentChunks(NamedTuple):

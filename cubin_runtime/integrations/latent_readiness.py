@@ -77,7 +77,7 @@ def warm_up_latent(kind: LatentKind, kv_cache: Any, options: LatentOptions, limi
     out = torch.empty(*q.shape[:2], kind.latent, dtype=torch.bfloat16, device=device)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=device) if options.dealing.world > 1 else None
     for requests in range(1, most + 1):
-        for q_len, ragged in _forms(kind):
+        for q_len, ragged in dict.fromkeys((*_forms(kind.q_len), *_chunk_forms(kind))):
             rows = requests if ragged else requests * q_len
             here, dealt = slice(0, requests), options.dealing.world > 1
             decodes = LatentDecodes(
@@ -95,11 +95,14 @@ def _tensor(device: int, dtype: Any, *shape: int) -> TensorView:
     return TensorView.contiguous(_ADDRESS, dtype, shape, device)
 
 
-def _forms(kind: LatentKind) -> list[tuple[int, bool]]:
-    """Query tokens of a request, and whether their number differs, of all steps."""
-    drafts = [(kind.q_len, False), (kind.q_len, True)] if kind.q_len > 1 else []
-    chunks = [(kind.chunk, True)] if kind.chunk > 1 else []
-    return [(1, False), *drafts, *chunks]
+def _forms(q_len: int) -> list[tuple[int, bool]]:
+    """Query tokens of a request, and whether their number differs, of all steps of decodes."""
+    return [(1, False)] if q_len == 1 else [(1, False), (q_len, False), (q_len, True)]
+
+
+def _chunk_forms(kind: LatentKind) -> list[tuple[int, bool]]:
+    """The same of steps whose requests are cut into chunks."""
+    return [(kind.chunk, kind.chunk > 1)] if kind.chunk else []
 
 
 def _most_requests(kind: LatentKind, limits: Limits) -> int:
@@ -114,11 +117,9 @@ def _plans(kind: LatentKind, options: LatentOptions, limits: Limits) -> Iterator
     width, columns = kind.latent + kind.rope, -(-limits.keys // PAGE_SIZE)
     dealt, tensor = options.dealing.world > 1, partial(_tensor, kind.device)
     cache = tensor(kind.cache_dtype, 1, PAGE_SIZE, width)
-    sizes = {(requests, *form) for requests in range(1, limits.requests + 1) for form in _forms(kind)}
-    if kind.chunk:
-        most = _most_requests(kind, limits)
-        several = {*range(1, min(most, _FULL_GRID) + 1), most}
-        sizes |= {(chunks, kind.chunk, kind.chunk > 1) for chunks in several}
+    most = _most_requests(kind, limits)
+    sizes = {(requests, *form) for requests in range(1, limits.requests + 1) for form in _forms(kind.q_len)}
+    sizes |= {(chunks, *form) for chunks in (*range(1, min(most, _FULL_GRID) + 1), most) for form in _chunk_forms(kind)}
     for requests, q_len, ragged in sorted(sizes):
         rows = requests * q_len
         lead = (rows,) if ragged or q_len == 1 else (requests, q_len)

@@ -25,7 +25,6 @@ from ...kernels.native.mla.select import PAGE_SIZES
 from ...kernels.native.problem import Dealing
 from ..latent_batch import (
     LAYER_COLUMNS,
-    PAGE_SIZE,
     SHORT_PROMPT_TOKENS,
     LatentDecodes,
     LatentOptions,
@@ -84,11 +83,6 @@ class LatentBackend(HopperBackend):
     """The answers that the backends of a latent cache give alike."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16]
-
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int]:
-        """Tokens of a page; vLLM's blocks may be multiples of it."""
-        return [PAGE_SIZE]
 
 
 class CubinRuntimeMlaBackend(LatentBackend, *latent_cache_interface(), MLACommonBackend):  # type: ignore[misc]

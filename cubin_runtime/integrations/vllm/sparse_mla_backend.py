@@ -17,7 +17,7 @@ from vllm.v1.attention.ops import flashmla
 from ...attention.operators.sparse_mla_decode import sparse_mla_decode
 from ...errors import UsageError
 from ...kernels.native.sparse_mla.select import ROW_FORMS
-from ..latent_batch import LISTED_LATENT, LISTED_ROPE, unserved_lists
+from ..latent_batch import LISTED_LATENT, LISTED_ROPE, PAGE_SIZE, unserved_lists
 from ..latent_readiness import ListKind, reserve_lists
 from ..scratch import SharedScratch
 from .backend import LOGGER, limits_of, refused_drafts
@@ -37,6 +37,11 @@ class CubinRuntimeSparseMlaBackend(LatentBackend, *latent_cache_interface(), Att
     """Sparse MLA on SM90: bf16 queries, a cache of bf16 or of rows of 656 bytes (e4m3 with scales)."""
 
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "bfloat16", PACKED]
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int]:
+        """Tokens of a page; vLLM's blocks may be multiples of it."""
+        return [PAGE_SIZE]
 
     @staticmethod
     def get_impl_cls() -> type[CubinRuntimeSparseMlaImpl]:

@@ -26,15 +26,15 @@ PAGE_SIZES = (CONSTANTS.mla_min_page_tokens, 64, 128)
 # One CTA group in this many may idle so that the others' ranges end at boundaries of output tiles: fewer partials.
 _IDLE_SHARE = 12
 # The KV tiles of a split where an output tile has more than _MANY_SPLITS: with fewer, merging costs more than it saves.
-# FEW_ROWS: row tiles below _WIDE_ROWS, of which so many CTAs as _MOST_FEW_ROWS_SPLITS read nearly as fast as all; from
+# FEW_ROWS: row tiles below WIDE_ROWS, of which so many CTAs as _MOST_FEW_ROWS_SPLITS read nearly as fast as all; from
 # _LONG_TILES on, there are at least _LONG_SPLITS.
 _MANY_SPLITS = 16
 _MOST_FEW_ROWS_SPLITS = 48
 _LONG_TILES, _LONG_SPLITS = 1024, 64
 _SPLIT_TILES = 2
 _FEW_ROWS_SPLIT_TILES = 4
-# Kernels with row tiles below _WIDE_ROWS take requests of at most this many rows, by the dtype of the cache.
-_WIDE_ROWS = 64
+# Kernels with row tiles below WIDE_ROWS take requests of at most this many rows, by the dtype of the cache.
+WIDE_ROWS = 64
 _FEW_ROWS = {"bf16": 16, "e4m3": 32}
 # No output tile of so many KV tiles is split if then all have some; where output tiles are few, of FEW_SLACK_TILES.
 SLACK_TILES = 16
@@ -132,7 +132,7 @@ def select_mla_decode(kernels: Iterable[NativeKernel], shape: MlaShape, device: 
     output_tiles = shape.batch * -(-row_tiles // group_size)
     splits = invariant_splits(kv_tiles) if shape.batch_invariant else 0
     most_groups = min(device.multiprocessors // group_size, CONSTANTS.mla_max_splits)
-    wide = _trait(best, "rows") >= _WIDE_ROWS
+    wide = _trait(best, "rows") >= WIDE_ROWS
     if not wide:
         least = _LONG_SPLITS if kv_tiles >= _LONG_TILES else 0
         most_groups = min(most_groups, max(least, output_tiles * _MOST_FEW_ROWS_SPLITS))
@@ -188,7 +188,7 @@ def _unfit(kernel: NativeKernel, shape: MlaShape, number: int) -> str:
         return f"queries are {' or '.join(q_dtypes)}"
     if bool(kernel.traits.get("separate_values")) != shape.separate_values:
         return "values are the first columns of their keys" if shape.separate_values else "values are not in their keys"
-    if _trait(kernel, "rows") < _WIDE_ROWS and not _few_rows(shape):
+    if _trait(kernel, "rows") < WIDE_ROWS and not _few_rows(shape):
         return f"for at most {_FEW_ROWS[shape.dtype]} rows per request, and not for batch_invariant"
     return ""
 
