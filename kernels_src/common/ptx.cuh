@@ -138,6 +138,27 @@ DEVICE uint4 load_shared_uint4(uint32_t address) {
     return v;
 }
 
+DEVICE uint2 load_shared_uint2(uint32_t address) {
+    uint2 v;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address) : "memory");
+    return v;
+}
+
+DEVICE float2 load_shared_float2(uint32_t address) {
+    const uint2 v = load_shared_uint2(address);
+    return make_float2(__uint_as_float(v.x), __uint_as_float(v.y));
+}
+
+DEVICE float load_shared_float(uint32_t address) {
+    float v;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
+    return v;
+}
+
+DEVICE void store_shared_float(uint32_t address, float v) {
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
+}
+
 DEVICE void store_shared_uint4(uint32_t address, uint4 v) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                  : "memory");

@@ -16,6 +16,8 @@
 //     int cta_group(p), cta_rank(p)              this CTA's group, and its number in the group
 //     int cta_groups(p)                          in the grid
 //     int tile_groups(p, request)                groups of `cta_group_size` output tiles of the request
+//     int useful_groups(p, longest, total, groups)   of so many CTA groups, those that save more than merging costs,
+//                                                where the longest output tile has that many KV tiles, and all `total`
 //     bool in_clusters(p, longest, share)        whether each output tile has a cluster instead, where the longest has
 //                                                that many KV tiles, and an equal share of the tile space this many
 //     int split_count(p, request)                splits of its output tiles, where `splits` > 0
@@ -151,6 +153,7 @@ DEVICE WorkRange find_work_range(const Params& p) {
             range.cta_groups = max(1, min(Tiling::cta_groups(p), total));
             range.kv_tiles = 0;
             longest = static_cast<int>(__reduce_max_sync(~0u, static_cast<uint32_t>(longest)));
+            range.cta_groups = Tiling::useful_groups(p, longest, total, range.cta_groups);
             range.whole = longest <= p.slack_tiles;
             if (Tiling::in_clusters(p, longest, total / range.cta_groups)) {
                 range.cta_groups = 0;

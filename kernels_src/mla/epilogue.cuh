@@ -79,6 +79,9 @@ constexpr int SCALE_COLUMNS = ROWS < 64 ? 64 : (KV_E4M3 ? OUTPUT_COLUMNS / 8 : O
 constexpr int STATISTICS_BYTES = ROWS * (2 + LATENT / SCALE_COLUMNS) * sizeof(float);  // of a slot
 static_assert(LATENT / SCALE_COLUMNS <= MLA_MAX_ROW_SCALES, "the workspace has room for as many");
 
+// Where statistics of a row lie among those of 16 rows: those of rows 2 i, 2 i + 1, 2 i + 8 and 2 i + 9 together.
+DEVICE constexpr int row_place(int row) { return (row & ~15) + row % 8 / 2 * 4 + row % 16 / 8 * 2 + row % 2; }
+
 DEVICE char* statistics_of(const Params& p, int slot) {
     return static_cast<char*>(p.partial_statistics) + static_cast<int64_t>(slot) * STATISTICS_BYTES;
 }
@@ -115,135 +118,154 @@ DEVICE float split_weight(float maximum, float top, float scale) {
     return __fmul_rn(exp2_approximate(maximum - top), scale);
 }
 
-template <class T>
-DEVICE const T* offset_bytes(const T* from, int64_t bytes) {
-    return reinterpret_cast<const T*>(reinterpret_cast<const char*>(from) + bytes);
+// A warp merges units: four rows, whose statistics lie together, of 2^blocks_log2 blocks of columns. Its shared memory
+// has room for MERGED_BLOCKS blocks, and for the four rows' maxima and sums, then scales, which become weights, of as
+// many splits.
+constexpr int MERGE_COLUMNS = 32;  // of a block
+constexpr int BLOCK_BYTES = 4 * MERGE_COLUMNS * sizeof(uint16_t);
+constexpr int SPLIT_WEIGHTS = 4 * sizeof(float2), SPLIT_BYTES = SPLIT_WEIGHTS + 4 * sizeof(float);
+static_assert(SCALE_COLUMNS % MERGE_COLUMNS == 0 && MERGE_BYTES == MERGED_BLOCKS * (BLOCK_BYTES + SPLIT_BYTES));
+
+DEVICE constexpr int log2_of(int power) { return power == 1 ? 0 : 1 + log2_of(power / 2); }
+
+struct MergeUnit {
+    int first_row, column;
+
+    DEVICE MergeUnit(int unit, int blocks_log2) {
+        const int units_log2 = log2_of(LATENT / MERGE_COLUMNS) - blocks_log2;  // of four rows
+        const int four = unit >> units_log2;
+        first_row = four / 4 * 16 + four % 4 * 2;
+        column = ((unit & (1 << units_log2) - 1) << blocks_log2) * MERGE_COLUMNS;
+    }
+
+    // The row at a place among the four.
+    DEVICE int row(int place) const { return first_row + place / 2 * 8 + place % 2; }
+};
+
+// Copies the splits [first, first + splits) of a unit to shared memory.
+DEVICE void copy_splits(const Params& p, const SplitSet& set, const MergeUnit& unit, int blocks_log2, int first,
+                        int splits, uint32_t values_to, uint32_t statistics_to) {
+    const int lane = threadIdx.x % 32, piece = lane % 16, slot = set.slot(0);
+    // From that of split 0, as SplitSet counts them.
+    const auto slots = [&](int split) { return (first + split) * set.step - min(first + split, set.odd_first); };
+    const auto copy = [](uint32_t to, const void* from, int64_t bytes) {
+        cp_async_16(to, static_cast<const char*>(from) + bytes);
+    };
+    // In pieces of 16 bytes, four of each of a block's column groups.
+    const uint2* const values = static_cast<const uint2*>(p.partial_out) +
+                                partial_offset(slot, unit.column / 8 + piece / 4, unit.first_row / 16 * 32 +
+                                               unit.first_row % 16 * 4 + piece % 4 * 2);
+#pragma unroll 1
+    for (int begin = lane / 16; begin < splits << blocks_log2; begin += 8)
+#pragma unroll
+        for (int i = begin; i < begin + 8; i += 2) {
+            const int split = i >> blocks_log2, block = i & (1 << blocks_log2) - 1;
+            if (split < splits)
+                copy(values_to + i * BLOCK_BYTES + piece * 16, values,
+                     partial_offset(slots(split), block * MERGE_COLUMNS / 8, 0) * sizeof(uint2));
+        }
+    if (lane < splits) {
+        const int place = row_place(unit.first_row);
+        const int64_t bytes = static_cast<int64_t>(slots(lane)) * STATISTICS_BYTES;
+        const uint32_t to = statistics_to + lane * SPLIT_BYTES;
+        copy(to, maxima_and_sums(p, slot) + place, bytes);
+        copy(to + 16, maxima_and_sums(p, slot) + place + 2, bytes);
+        copy(to + SPLIT_WEIGHTS, row_scales(p, slot, unit.column) + place, bytes);
+    }
+    cp_async_wait_all();
+    __syncwarp();
 }
 
-// A warp merges a unit: 16 rows of GROUPS column groups, over the splits from the last to the first, SPLITS of them in
-// flight. A work tile with no rows and no splits runs through all the code and reads and writes nothing.
-template <int GROUPS, int SPLITS>
-DEVICE void merge_unit(const Params& p, const WorkTile& work, int unit, float* weights) {
-    constexpr int STATISTICS = ROWS < 64 ? 4 : 8;  // of every fourth split, by each of the four lanes of a row
-    const int lane = threadIdx.x % 32;
-    const int warp_row = unit / (COLUMN_GROUPS / GROUPS), group = unit % (COLUMN_GROUPS / GROUPS) * GROUPS;
-    const int row = warp_row * 16 + lane / 4;
-    const uint2* partial = static_cast<const uint2*>(p.partial_out);
-    partial += partial_offset(work.splits.slot(0), group, warp_row * 32 + lane);
-    const float2* statistics = maxima_and_sums(p, work.splits.slot(0)) + row;
-    const float* scales = row_scales(p, work.splits.slot(0), group * 8) + row;
-    // Keeps the compiler from recomputing each address from the parameters.
-    asm volatile("" : "+l"(partial), "+l"(statistics), "+l"(scales));
-    // Slot offsets from that of split 0, as SplitSet counts them.
-    const int step = work.splits.step, shift = work.splits.odd_first;
-    const auto slots = [&](int split) { return static_cast<int64_t>(split * step - min(split, shift)); };
-    float top[2] = {LOWEST, LOWEST}, total[2] = {};
-    const auto weigh = [&] {
-        float2 own[STATISTICS][2];
-        float split_scale[STATISTICS][2];
+// Merges a unit over the splits from the last to the first. The code is short rather than fast, because code that runs
+// once is fetched from DRAM. A work tile with no rows writes nothing.
+DEVICE void merge_unit(const Params& p, const WorkTile& work, int blocks_log2, int number, uint32_t area) {
+    constexpr int AT_ONCE = 4, SPLITS_OF_LANE = MERGED_BLOCKS / 8;
+    const int lane = threadIdx.x % 32, place = lane % 4;
+    const MergeUnit unit(number, blocks_log2);
+    const uint32_t statistics = area + MERGED_BLOCKS * BLOCK_BYTES, weights = statistics + SPLIT_WEIGHTS;
+    const bool exists = unit.row(place) < work.rows;
+    const int row = exists ? unit.row(place) : 0;
+    const int64_t out_at = row_offset(work, row, p.heads, p.out_token_stride, p.out_head_stride) + unit.column;
+    const int64_t row_at = exists ? out_at : -1;
+    const float scale = output_scale(p);
+    float top = LOWEST, total = 0.f;  // of the row at `place`, in eight lanes
+    float4 value = make_float4(0, 0, 0, 0);  // two columns of the row at place lane / 4 % 2, and two of that at + 2
 #pragma unroll 1
-        for (bool again = false;; again = true) {
-            int base = 0;
+    for (int end = work.splits.count; end > 0;) {
+        const int splits = min(end, MERGED_BLOCKS >> blocks_log2), first = end - splits;
+        copy_splits(p, work.splits, unit, blocks_log2, first, splits, area, statistics);
+        float2 own[SPLITS_OF_LANE];
+        float maximum = LOWEST;
+#pragma unroll
+        for (int i = 0; i < SPLITS_OF_LANE; ++i) {
+            const int split = lane / 4 + 8 * i;
+            own[i] = make_float2(LOWEST, 0.f);
+            if (split < splits) own[i] = load_shared_float2(statistics + split * SPLIT_BYTES + place * 8);
+            maximum = fmaxf(maximum, own[i].x);
+        }
+        for (int step = 4; step < 32; step *= 2) maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, step));
+        maximum = fmaxf(maximum, top);
+        float sum = 0.f;
+#pragma unroll
+        for (int i = 0; i < SPLITS_OF_LANE; ++i) {
+            const int split = lane / 4 + 8 * i;
+            const uint32_t at = weights + split * SPLIT_BYTES + place * 4;
+            sum = add_product(sum, exp2_approximate(own[i].x - maximum), own[i].y);
+            if (split < splits) store_shared_float(at, split_weight(own[i].x, maximum, load_shared_float(at)));
+        }
+        for (int step = 4; step < 32; step *= 2) sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, step));
+        const float earlier = exp2_approximate(top - maximum);
+        total = add_product(sum, earlier, total);
+        top = maximum;
+        const RowNormalisation norm = normalise_row(p, top, total, (work.row_tile * ROWS + row) % p.heads, scale);
+        if (first == 0 && exists && unit.column == 0 && lane < 4) write_lse(p, work, row, norm.lse);
+        __syncwarp();
+        float factor[2], rescale[2];
+        int64_t at[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int from = lane / 4 % 2 + half * 2;
+            factor[half] = __shfl_sync(~0u, norm.factor, from);
+            rescale[half] = __shfl_sync(~0u, earlier, from);
+            at[half] = __shfl_sync(~0u, row_at, from);
+        }
 #pragma unroll 1
-            do {
-                if (!again || work.splits.count > STATISTICS * 4)
+        for (int block = 0; block < 1 << blocks_log2; ++block) {
+            value.x *= rescale[0], value.y *= rescale[0], value.z *= rescale[1], value.w *= rescale[1];
+#pragma unroll 1
+            for (int last = splits - 1; last >= 0; last -= AT_ONCE) {
+                uint2 four[AT_ONCE];
+                float low[AT_ONCE], high[AT_ONCE];
 #pragma unroll
-                    for (int i = 0; i < STATISTICS; ++i) {
-                        const int split = base + 4 * i + lane % 4;
-                        const int64_t at = slots(split) * STATISTICS_BYTES;
-                        for (int half = 0; half < 2; ++half) {
-                            own[i][half] = make_float2(LOWEST, 0.f);
-                            split_scale[i][half] = 0.f;
-                            if (split >= work.splits.count) continue;
-                            own[i][half] = __ldcg(offset_bytes(statistics + half * 8, at));
-                            split_scale[i][half] = __ldcg(offset_bytes(scales + half * 8, at));
-                        }
-                    }
-                if (again) {
-#pragma unroll
-                    for (int i = 0; i < STATISTICS; ++i)
-                        for (int half = 0; half < 2; ++half)
-                            weights[(base + 4 * i + lane % 4) * 16 + lane / 4 + half * 8] =
-                                split_weight(own[i][half].x, top[half], split_scale[i][half]);
-                } else {
-#pragma unroll
-                    for (int half = 0; half < 2; ++half) {
-                        float maximum = top[half];
-#pragma unroll
-                        for (int i = 0; i < STATISTICS; ++i) maximum = fmaxf(maximum, own[i][half].x);
-                        total[half] = __fmul_rn(total[half], exp2_approximate(top[half] - maximum));
-#pragma unroll
-                        for (int i = 0; i < STATISTICS; ++i)
-                            total[half] =
-                                add_product(total[half], exp2_approximate(own[i][half].x - maximum), own[i][half].y);
-                        top[half] = maximum;
-                    }
+                for (int i = 0; i < AT_ONCE; ++i) {
+                    const int split = max(last - i, 0);
+                    const uint32_t weight = weights + split * SPLIT_BYTES + lane / 4 % 2 * 4;
+                    low[i] = load_shared_float(weight), high[i] = load_shared_float(weight + 2 * 4);
+                    four[i] = load_shared_uint2(area + ((split << blocks_log2) + block) * BLOCK_BYTES + lane * 8);
                 }
-                base += STATISTICS * 4;
-            } while (base < work.splits.count);
-            if (again) break;
+#pragma unroll
+                for (int i = 0; i < AT_ONCE; ++i) {
+                    if (last - i < 0) continue;
+                    const float2 one = unpack_fp16(four[i].x), other = unpack_fp16(four[i].y);
+                    value.x = add_product(value.x, low[i], one.x), value.y = add_product(value.y, low[i], one.y);
+                    value.z = add_product(value.z, high[i], other.x), value.w = add_product(value.w, high[i], other.y);
+                }
+            }
+            if (first > 0) break;  // there is one block
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                float maximum = top[half];
-                for (int step = 1; step < 4; step *= 2) maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, step));
-                total[half] = __fmul_rn(total[half], exp2_approximate(top[half] - maximum));
-                for (int step = 1; step < 4; step *= 2)
-                    total[half] = __fadd_rn(total[half], __shfl_xor_sync(~0u, total[half], step));
-                top[half] = maximum;
+                const uint32_t two =
+                    pack_two(p, (half ? value.z : value.x) * factor[half], (half ? value.w : value.y) * factor[half]);
+                const int64_t to = at[half] + block * MERGE_COLUMNS + lane / 8 * 8 + lane % 4 * 2;
+                if (at[half] >= 0 && p.out_type != TYPE_E4M3)
+                    *reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(p.out) + to) = two;
+                else if (at[half] >= 0)
+                    *reinterpret_cast<uint16_t*>(static_cast<uint8_t*>(p.out) + to) = two;
             }
+            value = make_float4(0, 0, 0, 0);
         }
-        __syncwarp();
-    };
-    float4 value[GROUPS];
-#pragma unroll
-    for (int j = 0; j < GROUPS; ++j) value[j] = make_float4(0, 0, 0, 0);
-    int last = work.splits.count - 1;
-#pragma unroll 1
-    do {
-        uint2 loaded[SPLITS][GROUPS];
-#pragma unroll
-        for (int i = 0; i < SPLITS; ++i) {
-            const uint2* const from = partial + slots(last - i) * partial_offset(1, 0, 0);
-#pragma unroll
-            for (int j = 0; j < GROUPS; ++j)
-                loaded[i][j] = last >= i ? __ldcg(from + partial_offset(0, j, 0)) : make_uint2(0, 0);
-        }
-        if (last == work.splits.count - 1) weigh();  // while they are in flight
-#pragma unroll
-        for (int i = 0; i < SPLITS; ++i) {
-            const float* const weight = weights + max(last - i, 0) * 16 + lane / 4;
-            const float low = weight[0], high = weight[8];
-#pragma unroll
-            for (int j = 0; j < GROUPS; ++j) {
-                const float2 one = unpack_fp16(loaded[i][j].x), other = unpack_fp16(loaded[i][j].y);
-                value[j].x = add_product(value[j].x, low, one.x), value[j].y = add_product(value[j].y, low, one.y);
-                value[j].z = add_product(value[j].z, high, other.x),
-                value[j].w = add_product(value[j].w, high, other.y);
-            }
-        }
-        last -= SPLITS;
-    } while (last >= 0);
-    __syncwarp();
-    const float scale = output_scale(p);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const bool exists = row + 8 * half < work.rows;
-        const int own_row = exists ? row + 8 * half : 0;
-        const RowNormalisation norm =
-            normalise_row(p, top[half], total[half], (work.row_tile * ROWS + own_row) % p.heads, scale);
-        if (exists && group == 0 && lane % 4 == 0) write_lse(p, work, own_row, norm.lse);
-        const int64_t at =
-            row_offset(work, own_row, p.heads, p.out_token_stride, p.out_head_stride) + group * 8 + lane % 4 * 2;
-#pragma unroll
-        for (int j = 0; j < GROUPS; ++j) {
-            const float4& own = value[j];
-            const uint32_t two =
-                pack_two(p, (half ? own.z : own.x) * norm.factor, (half ? own.w : own.y) * norm.factor);
-            if (exists && p.out_type != TYPE_E4M3)
-                *reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(p.out) + at + j * 8) = two;
-            else if (exists)
-                *reinterpret_cast<uint16_t*>(static_cast<uint8_t*>(p.out) + at + j * 8) = two;
-        }
+        __syncwarp();  // what was copied has been read
+        end = first;
     }
 }
 
@@ -261,31 +283,30 @@ DEVICE void arrive(const Params& p, int counter) {
 // its departure; a warp that waited in vain departs without one. Each warp departs once for each partial, and the last
 // departure resets the counter for the next launch. Seeing all arrivals makes the partials readable; tickets and
 // departures order nothing. The bits of a row do not depend on which warp merges it.
-DEVICE void merge_output_tile(const Params& p, const WorkTile& work, float* weights) {
+DEVICE void merge_output_tile(const Params& p, const WorkTile& work, uint32_t area) {
     constexpr int WARPS = CONSUMERS / 32;
     uint32_t* counter = static_cast<uint32_t*>(p.counters) + work.splits.counter;
     const int lane = threadIdx.x % 32;
-    // As many as registers allow: column groups where there are few splits; column groups times splits in flight
-    // otherwise.
-    constexpr int FEW_SPLITS_GROUPS = ROWS < 64 ? 2 : (KV_E4M3 ? 4 : 8), MANY = 4 * FEW_SPLITS_GROUPS;
-    const int groups = work.splits.count <= 4 ? FEW_SPLITS_GROUPS : (work.splits.count <= 16 && ROWS == 64 ? 2 : 1);
-    const uint32_t units = (work.rows + 15) / 16 * (COLUMN_GROUPS / groups);
+    // As many blocks, of one scale, as there is room for with all their splits, but enough units for all warps.
+    constexpr int MOST_LOG2 = log2_of(SCALE_COLUMNS / MERGE_COLUMNS);
+    static_assert(4 << MOST_LOG2 <= MERGED_BLOCKS);
+    const int blocks_log2 = work.splits.count <= 4 ? MOST_LOG2
+                            : ROWS == 64 && work.splits.count <= MERGED_BLOCKS / 2 ? min(MOST_LOG2, 1) : 0;
+    const uint32_t units = (work.rows + 15) / 16 * 4 * (LATENT / MERGE_COLUMNS >> blocks_log2);
     uint32_t before = 0, unit = 0;
     bool complete = false;
-    // The first pass is a warm-up that fetches the code from DRAM while other partials are still being written.
+    // The first pass is a warm-up that fetches the code from DRAM while other partials are still being written. It
+    // reads this CTA's own.
     for (bool warmup = true;; warmup = false) {
         WorkTile same = work;
-        asm volatile("" : "+r"(same.splits.base), "+r"(same.splits.count), "+r"(same.row_tile), "+r"(same.q_begin));
-        if (warmup) same.splits.count = same.rows = 0;
+        if (warmup) {
+            same.splits.base = work.splits.slot(work.splits.index) - work.splits.odd_first;
+            same.splits.count = 1, same.rows = 0;
+        }
         // Takes the next ticket while this unit is merged, unless that would take another warp's only one.
         const bool early = units > work.splits.count * WARPS;
         if (lane == 0 && !warmup && early) before = atomic_add_relaxed(counter, TICKET);
-        if (groups == FEW_SPLITS_GROUPS)
-            merge_unit<FEW_SPLITS_GROUPS, 4>(p, same, unit, weights);
-        else if (groups == 2)
-            merge_unit<2, MANY / 2>(p, same, unit, weights);
-        else
-            merge_unit<1, MANY>(p, same, unit, weights);
+        merge_unit(p, same, blocks_log2, unit, area);
         if (lane == 0 && warmup) {
             const int64_t begin = clock64();
             do {
@@ -306,13 +327,12 @@ DEVICE void merge_output_tile(const Params& p, const WorkTile& work, float* weig
 // Merges all output tiles of which this CTA wrote a partial for others. `area` is MERGE_BYTES of shared memory for each
 // warp.
 DEVICE void merge_range(const Params& p, const WorkRange& range, char* area) {
-    uint32_t weights = shared_address(area) + threadIdx.x / 32 * MERGE_BYTES;
-    asm volatile("" : "+r"(weights));  // computed here, not while registers are scarce
+    uint32_t own = shared_address(area) + threadIdx.x / 32 * MERGE_BYTES;
+    asm volatile("" : "+r"(own));  // computed here, not while registers are scarce
     WorkTileIterator work_tiles(p, range);
     WorkTile work;
     while (work_tiles.next(work))
-        if (!work.whole() && work.splits.counter >= 0)
-            merge_output_tile(p, work, static_cast<float*>(__cvta_shared_to_generic(weights)));
+        if (!work.whole() && work.splits.counter >= 0) merge_output_tile(p, work, own);
 }
 
 }  // namespace paged_mla_decode

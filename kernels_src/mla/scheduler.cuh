@@ -44,9 +44,10 @@ constexpr int ROW_BYTES_LOG2 = (BOX_COLUMNS == 128 ? 7 : 6) + !KV_E4M3;  // of a
 #endif
 constexpr int CONSUMERS = ROWS == 64 ? 256 : OUTPUT_COLUMNS / 2;  // threads that hold the output
 
-// Shared memory of each consumer warp for the merge, reused once all KV tiles are processed: the weight of each of 16
-// rows for each split of an output tile.
-constexpr int MERGE_BYTES = MLA_MAX_SPLITS * 16 * sizeof(float);
+// Shared memory of each consumer warp for the merge, reused once all KV tiles are processed: so many blocks of
+// four rows and 32 columns, and the statistics of as many splits.
+constexpr int MERGED_BLOCKS = TILE_TOKENS < 64 ? 16 : 32;
+constexpr int MERGE_BYTES = MERGED_BLOCKS * (256 + 48);
 
 // Below every maximum that counts; finite, so that the difference of two of them is 0 and not NaN.
 constexpr float LOWEST = -1e30f;
@@ -109,6 +110,16 @@ struct MlaTiling : stream_k::EqualSplits<MlaTiling> {
     DEVICE static int cta_groups(const Params& p) { return divide_by_group_size(p, gridDim.x); }
 
     DEVICE static int tile_groups(const Params& p, const Request& r) { return tile_groups_of(p, r.row_tiles); }
+
+    // The rule by which the host chooses a grid for the bounds (cta_groups in select.py), for lengths far below them.
+    DEVICE static int useful_groups(const Params& p, int longest, int total, int groups) {
+#if !SPARSE
+        if (p.splits == 0 && total < groups * MLA_MERGED_TILES)
+            groups =
+                min(groups, max(total / MLA_MERGED_TILES, total * MLA_MANY_SPLITS / max(longest, MLA_MANY_SPLITS)));
+#endif
+        return groups;
+    }
 
     DEVICE static bool in_clusters(const Params&, int, int) { return false; }
 

@@ -63,6 +63,8 @@ class KernelConstants:
     mla_split_tiles: int = _number(16, "batch invariance cuts requests into splits of this many tiles")
     mla_invariant_splits: int = _number(4, "but into at most this many")
     mla_max_splits: int = _number(192, "splits of an output tile in any other launch, which are at most its CTA groups")
+    mla_many_splits: int = _number(16, "splits of an output tile that may have a single tile each")
+    mla_merged_tiles: int = _number(2, "tiles of a split otherwise: with fewer, merging costs more than it saves")
     mla_max_cta_group: int = _number(4, "CTAs of a group")
     mla_max_row_scales: int = _number(8, "scales of a row of an fp16 partial, beside its maximum and sum")
     mla_min_page_tokens: int = _number(32, "tokens of the smallest page")

@@ -147,8 +147,9 @@ DEVICE void store_partial(const Params& p, const WorkTile& work, int row, int co
     if (threadIdx.x % 4 > 0) return;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        row_scales(p, slot, column)[row + half * 8] = half ? own.high.scale : own.low.scale;
-        if (column == 0) maxima_and_sums(p, slot)[row + half * 8] = make_float2(maximum[half], sum[half]);
+        const int place = row_place(row + half * 8);
+        row_scales(p, slot, column)[place] = half ? own.high.scale : own.low.scale;
+        if (column == 0) maxima_and_sums(p, slot)[place] = make_float2(maximum[half], sum[half]);
     }
 }
 
@@ -174,8 +175,8 @@ DEVICE void fold_splits(const Params& p, const WorkTile& work, int row, int colu
         for (int i = 0; i < FOLDED_SPLITS; ++i) {
             statistics[i] = make_float2(LOWEST, 0.f);
             if (i < before) {
-                statistics[i] = __ldcg(maxima_and_sums(p, slot + i) + row + half * 8);
-                scale[i] = __ldcg(row_scales(p, slot + i, column) + row + half * 8);
+                statistics[i] = __ldcg(maxima_and_sums(p, slot + i) + row_place(row + half * 8));
+                scale[i] = __ldcg(row_scales(p, slot + i, column) + row_place(row + half * 8));
             } else if (i == before) {
                 statistics[i] = make_float2(maximum[half], sum[half]);
             }

@@ -17,7 +17,7 @@ DEVICE void copy_queries(const Params& p, const WorkTile& work, SharedStorage& s
     const char* source = q + ((work.q_begin + token) * p.q_token_stride + head * p.q_head_stride) * 2 + lane * 16;
     const int64_t to_head = p.q_head_stride * 2, to_token = (p.q_token_stride - p.heads * p.q_head_stride) * 2;
     const uint32_t base = shared_address(shared.q[lane / 8]) + first * 128;
-#pragma unroll 8
+#pragma unroll 2
     for (int row = 0; row < ROWS / 4; ++row) {
         const bool exists = first + row < work.rows;
         const char* from = exists ? source : q;

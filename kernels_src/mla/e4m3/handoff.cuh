@@ -28,7 +28,7 @@ DEVICE void normalise_row(const Params& p, const WorkTile& work, TileHandoff& to
         to.factor_out[row] = norm.factor;
         to.offset_out[row] = exists ? row_offset(work, row, p.heads, p.out_token_stride, p.out_head_stride) : -1;
     } else if (row / 16 * 16 < work.rows) {
-        maxima_and_sums(p, slot)[row] = make_float2(maximum, sum);
+        maxima_and_sums(p, slot)[row_place(row)] = make_float2(maximum, sum);
     }
 }
 

@@ -205,14 +205,14 @@ DEVICE void store_partial(const Params& p, const TileHandoff& from, const Output
     if (PADDED && column >= LATENT) return;
     uint2* target = static_cast<uint2*>(p.partial_out);
     target += partial_offset(from.slot, column / 8 + lane / 16, lane % 4 * 8 + lane / 4 % 4);
-    float* scales = row_scales(p, from.slot, column) + lane % 4 * 2;
+    float* scales = row_scales(p, from.slot, column) + row_place(lane % 4 * 2);
 #pragma unroll
     for (int rows = 0; rows < ROWS / 16; ++rows) {
         if (rows * 16 >= from.rows) break;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const RowScale low = row_scale(out, 2 * rows, i), high = row_scale(out, 2 * rows + 1, i);
-            if (lane < 4) scales[rows * 16 + i] = low.scale, scales[rows * 16 + 8 + i] = high.scale;
+            if (lane < 4) scales[row_place(rows * 16 + i)] = low.scale, scales[row_place(rows * 16 + 8 + i)] = high.scale;
 #pragma unroll
             for (int chunk = 0; chunk < WARP_COLUMNS / CHUNK; ++chunk) {
                 const float* const own = &out[chunk * CELLS + 8 * rows + i];

@@ -87,7 +87,7 @@ struct SharedStorage {
     WorkRange range;
 };
 
-static_assert(sizeof(SharedStorage::kv) >= CONSUMERS / 32 * MERGE_BYTES);
+static_assert(sizeof(SharedStorage::p) + sizeof(SharedStorage::kv) >= CONSUMERS / 32 * MERGE_BYTES);
 
 DEVICE void arrive_for_warp(uint64_t& barrier) {
     if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&barrier));

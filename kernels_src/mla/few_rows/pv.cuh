@@ -200,8 +200,8 @@ DEVICE void store_partial(const Params& p, const WorkTile& work, const float2 (&
                            own[0].pack(low[2 * j + 2], low[2 * j + 3]), own[1].pack(high[2 * j + 2], high[2 * j + 3]));
         if (threadIdx.x % 32 >= 4) continue;
         for (int n = 0; n < 2; ++n) {
-            row_scales(p, slot, column_group() * 8)[row + n * 8] = own[n].scale;
-            if (threadIdx.x < 4) maxima_and_sums(p, slot)[row + n * 8] = statistics[n][i];
+            row_scales(p, slot, column_group() * 8)[row_place(row + n * 8)] = own[n].scale;
+            if (threadIdx.x < 4) maxima_and_sums(p, slot)[row_place(row + n * 8)] = statistics[n][i];
         }
     }
 }

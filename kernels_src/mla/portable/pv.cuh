@@ -131,9 +131,10 @@ DEVICE void store_partial(const Params& p, const WorkTile& work, const SharedSto
         const RowScale low = row_scale(out, m, 0), high = row_scale(out, m, 1);
         const int row = m * 16 + lane / 4;
         if (lane % 4 == 0) {
-            scales[row] = low.scale, scales[row + 8] = high.scale;
+            scales[row_place(row)] = low.scale, scales[row_place(row + 8)] = high.scale;
             if (column == 0)
-                for (int i = 0; i < 16; i += 8) maxima_and_sums(p, slot)[row + i] = row_statistics(shared, row + i);
+                for (int i = 0; i < 16; i += 8)
+                    maxima_and_sums(p, slot)[row_place(row + i)] = row_statistics(shared, row + i);
         }
 #pragma unroll
         for (int c = 0; c < COLUMN_TILES; ++c) {

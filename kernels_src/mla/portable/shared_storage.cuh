@@ -31,10 +31,10 @@ struct SharedStorage {
     float factor[ROWS];  // rescales the output so far, where a maximum was raised
     float maximum[ROWS];  // behind the last tile
     uint32_t raised[ROW_TILES];  // whether a maximum was raised among these 16 rows
-    char merge[WARPS * MERGE_BYTES - TILE_BYTES];  // partials are merged in all memory up to its end
     alignas(8) uint64_t full[STAGES];
     WorkRange range;
 };
+static_assert(TILE_BYTES >= WARPS * MERGE_BYTES, "partials are merged there");
 static_assert(sizeof(SharedStorage) <= 99 << 10, "what a CTA of SM120 can have");
 
 // The offset of 16 bytes of a row in 64-byte rows with the 64-byte swizzle.

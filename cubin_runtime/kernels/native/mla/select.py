@@ -25,14 +25,10 @@ MAX_QUERIES = 16
 PAGE_SIZES = (CONSTANTS.mla_min_page_tokens, 64, 128)
 # One CTA group in this many may idle so that the others' ranges end at boundaries of output tiles: fewer partials.
 _IDLE_SHARE = 12
-# The KV tiles of a split where an output tile has more than _MANY_SPLITS: with fewer, merging costs more than it saves.
 # FEW_ROWS: row tiles below WIDE_ROWS, of which so many CTAs as _MOST_FEW_ROWS_SPLITS read nearly as fast as all; from
 # _LONG_TILES on, there are at least _LONG_SPLITS.
-_MANY_SPLITS = 16
 _MOST_FEW_ROWS_SPLITS = 48
 _LONG_TILES, _LONG_SPLITS = 1024, 64
-_SPLIT_TILES = 2
-_FEW_ROWS_SPLIT_TILES = 4
 # Kernels with row tiles below WIDE_ROWS take requests of at most this many rows, by the dtype of the cache.
 WIDE_ROWS = 64
 _FEW_ROWS = {"bf16": 16, "e4m3": 32}
@@ -132,11 +128,10 @@ def select_mla_decode(kernels: Iterable[NativeKernel], shape: MlaShape, device: 
     output_tiles = shape.batch * -(-row_tiles // group_size)
     splits = invariant_splits(kv_tiles) if shape.batch_invariant else 0
     most_groups = min(device.multiprocessors // group_size, CONSTANTS.mla_max_splits)
-    wide = _trait(best, "rows") >= WIDE_ROWS
-    if not wide:
+    if _trait(best, "rows") < WIDE_ROWS:
         least = _LONG_SPLITS if kv_tiles >= _LONG_TILES else 0
         most_groups = min(most_groups, max(least, output_tiles * _MOST_FEW_ROWS_SPLITS))
-    groups = cta_groups(most_groups, output_tiles, kv_tiles, wide=wide)
+    groups = cta_groups(most_groups, output_tiles, kv_tiles)
     slack = SLACK_TILES if 2 * output_tiles >= groups else FEW_SLACK_TILES
 
     def explain() -> tuple[str, tuple[MlaCandidate, ...]]:
@@ -207,10 +202,13 @@ def cta_group_size(row_tiles: int) -> int:
     return max(d for d in range(1, CONSTANTS.mla_max_cta_group + 1) if row_tiles % d == 0)
 
 
-def cta_groups(most: int, output_tiles: int, kv_tiles: int, *, wide: bool) -> int:
-    """CTA groups whose ranges begin and end at boundaries of equally long output tiles, if few enough have to idle."""
-    split_tiles = _SPLIT_TILES if wide else _FEW_ROWS_SPLIT_TILES
-    groups = min(most, output_tiles * max(min(kv_tiles, _MANY_SPLITS), kv_tiles // split_tiles))
+def cta_groups(most: int, output_tiles: int, kv_tiles: int) -> int:
+    """CTA groups whose ranges begin and end at boundaries of equally long output tiles, if few enough have to idle.
+
+    The kernel applies the first rule to the lengths, too.
+    """
+    splits = max(min(kv_tiles, CONSTANTS.mla_many_splits), kv_tiles // CONSTANTS.mla_merged_tiles)
+    groups = min(most, output_tiles * splits)
     if output_tiles >= groups:
         rounds = -(-output_tiles // groups)
         aligned = -(-output_tiles // rounds)
