@@ -292,6 +292,9 @@ DEVICE void merge_output_tile(const Params& p, const WorkTile& work, uint32_t ar
     static_assert(4 << MOST_LOG2 <= MERGED_BLOCKS);
     const int blocks_log2 = work.splits.count <= 4 ? MOST_LOG2
                             : ROWS == 64 && work.splits.count <= MERGED_BLOCKS / 2 ? min(MOST_LOG2, 1) : 0;
+    static_assert(MLA_MAX_SPLITS * WARPS <= DEPARTURES &&
+                      ROWS / 4 * (LATENT / MERGE_COLUMNS) + MLA_MAX_SPLITS * WARPS <= ~0u / TICKET,
+                  "bits of a counter");
     const uint32_t units = (work.rows + 15) / 16 * 4 * (LATENT / MERGE_COLUMNS >> blocks_log2);
     uint32_t before = 0, unit = 0;
     bool complete = false;

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from cubin_runtime.kernels.native.constants import CONSTANTS
+from cubin_runtime.kernels.native.mla.select import cta_groups
 from tests.kernels_src.host_kernels import HostArrays
 from tests.kernels_src.host_scheduler import DECODE_OPTIONS, MLA_OPTIONS, TILE, HostScheduler
 
@@ -97,13 +98,22 @@ def pieces(problem: Problem, offset: int, tiles: int, begins: list[int], longest
     return [(sum(b <= offset + first for b in begins) - 1, first, last) for first, last in pairwise(cuts)]
 
 
+def useful_groups(problem: Problem, total: int, longest: int) -> int:
+    """CTA groups that have work: none computes so few tiles of a long request that merging costs more."""
+    groups = min(problem.cta_groups, total)
+    if not problem.mla or problem.splits:
+        return groups
+    many = max(CONSTANTS.mla_many_splits, longest)
+    return min(groups, max(total // CONSTANTS.mla_merged_tiles, total * CONSTANTS.mla_many_splits // many))
+
+
 def expected(problem: Problem) -> dict[tuple[int, int], list[list[int]]]:
     """The rows that walk() writes for each (CTA group, CTA of the group)."""
     found: dict[tuple[int, int], list[list[int]]] = {}
     space = list(tile_groups(problem))
     total = sum(tiles for _, _, tiles in space)
     longest = max(tiles_of(problem, kv_len) for kv_len in problem.kv_lens)
-    groups = min(problem.cta_groups, total)
+    groups = useful_groups(problem, total, longest)
     begins = [c * total // groups for c in range(groups)]
     offset = 0
     for request, number, tiles in space:
@@ -165,6 +175,8 @@ PROBLEMS = {
     "invariant splits": decode((300, 1_100, 15_000), (2, 1, 3), 2, 6, 16),
     "row tiles that no CTA of the group has": mla((500, 3_000), (3, 6), 4, 3),
     "invariant splits of one CTA and of several": mla((900, 2_000, 9_000), (1, 2, 3), 2, 5, 4),
+    "more CTA groups than one request is worth": mla((3_000,), (1,), 1, 66),
+    "more CTA groups than short requests are worth": mla((700, 3_000, 64), (1, 2, 1), 1, 132),
     "whole output tiles": whole(decode((300, 64, 0, 200, 310, 5), (1, 8, 1, 0, 2, 1), 2, 7), 5),
     "a CTA group for each half of an output tile": whole(decode((128,) * 6, (1,) * 6, 4, 12), 2),
     "whole output tiles of MLA": whole(mla((100, 200, 300) * 9, (1, 2, 1) * 9, 2, 11), 5),
@@ -190,6 +202,15 @@ def test_short_requests_are_not_split(schedulers: dict[bool, HostScheduler], ind
     kv_lens = tuple(kv_len % 700 for kv_len in problem.kv_lens)
     short = replace(problem, kv_lens=kv_lens, splits=0, slack_tiles=11)
     assert schedulers[problem.mla].walk(short) == expected(short)
+
+
+@pytest.mark.parametrize(("batch", "tiles"), [(1, 1), (1, 16), (1, 17), (1, 40), (2, 30), (4, 20), (16, 9)])
+def test_a_loose_bound_uses_the_cta_groups_of_an_exact_one(
+    schedulers: dict[bool, HostScheduler], batch: int, tiles: int
+) -> None:
+    loose = mla((tiles * TILE,) * batch, (1,) * batch, 1, cta_groups(132, batch, 2_048))
+    exact = replace(loose, cta_groups=cta_groups(132, batch, tiles))
+    assert schedulers[True].walk(loose) == schedulers[True].walk(exact)
 
 
 def in_clusters(size: int, kv_lens: tuple[int, ...], slack_tiles: int, clusters: int = 0) -> Problem:

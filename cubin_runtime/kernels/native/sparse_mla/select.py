@@ -123,7 +123,7 @@ def _group_grid(
     size = cta_group_size(row_tiles)
     output_tiles = shape.batch * (row_tiles // size)
     most = min(device.multiprocessors // size, CONSTANTS.mla_max_splits)
-    groups = cta_groups(most, output_tiles, kv_tiles, wide=False)
+    groups = cta_groups(most, output_tiles, kv_tiles)
     tiles = f"{output_tiles * kv_tiles} tiles of {kernel.traits['tile_tokens']} entries"
     words = f"{tiles} over {groups} groups of {size} CTAs"
     if shape.batch_invariant:
