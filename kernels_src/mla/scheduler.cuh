@@ -114,9 +114,10 @@ struct MlaTiling : stream_k::EqualSplits<MlaTiling> {
     // The rule by which the host chooses a grid for the bounds (cta_groups in select.py), for lengths far below them.
     DEVICE static int useful_groups(const Params& p, int longest, int total, int groups) {
 #if !SPARSE
+        // The longest may be of a request without queries, which has no tile in `total`.
         if (p.splits == 0 && total < groups * MLA_MERGED_TILES)
-            groups =
-                min(groups, max(total / MLA_MERGED_TILES, total * MLA_MANY_SPLITS / max(longest, MLA_MANY_SPLITS)));
+            groups = min(groups, max(max(1, total / MLA_MERGED_TILES),
+                                     total * MLA_MANY_SPLITS / max(longest, MLA_MANY_SPLITS)));
 #endif
         return groups;
     }

@@ -104,7 +104,7 @@ def useful_groups(problem: Problem, total: int, longest: int) -> int:
     if not problem.mla or problem.splits:
         return groups
     many = max(CONSTANTS.mla_many_splits, longest)
-    return min(groups, max(total // CONSTANTS.mla_merged_tiles, total * CONSTANTS.mla_many_splits // many))
+    return min(groups, max(1, total // CONSTANTS.mla_merged_tiles, total * CONSTANTS.mla_many_splits // many))
 
 
 def expected(problem: Problem) -> dict[tuple[int, int], list[list[int]]]:
@@ -177,6 +177,8 @@ PROBLEMS = {
     "invariant splits of one CTA and of several": mla((900, 2_000, 9_000), (1, 2, 3), 2, 5, 4),
     "more CTA groups than one request is worth": mla((3_000,), (1,), 1, 66),
     "more CTA groups than short requests are worth": mla((700, 3_000, 64), (1, 2, 1), 1, 132),
+    "a long request of MLA without queries": mla((9_000, 5, 9_000), (0, 1, 0), 1, 66),
+    "no queries of MLA": mla((9_000, 5), (0, 0), 1, 66),
     "whole output tiles": whole(decode((300, 64, 0, 200, 310, 5), (1, 8, 1, 0, 2, 1), 2, 7), 5),
     "a CTA group for each half of an output tile": whole(decode((128,) * 6, (1,) * 6, 4, 12), 2),
     "whole output tiles of MLA": whole(mla((100, 200, 300) * 9, (1, 2, 1) * 9, 2, 11), 5),
