@@ -151,6 +151,7 @@ def mla_decode_reference(
     mask: Any = None,
     sinks: Any = None,
     v_cache: Any = None,
+    q_rope: Any = None,
     **dealing: Any,
 ) -> tuple[Float64, Float64]:
     """Latent attention: all heads share the rows of one cache, whose first ``latent`` columns are the values.
@@ -160,15 +161,18 @@ def mla_decode_reference(
         kv_cache: ``[pages, page_size, width]``.
         latent: columns of a value.
         v_cache: values in memory of their own, ``[pages, page_size, latent]``.
+        q_rope: rope columns of the queries in memory of their own, ``[tokens, heads, rope]``; ``q`` has the others.
         page_table, seq_lens, softmax_scale, output_scale, q_cu_seq_lens, mask, sinks: as ``paged_decode_reference``.
         dealing: its ``global_seq_lens``, ``cp_world``, ``cp_rank`` and ``cp_interleave``.
 
     Returns:
         Output ``[tokens, heads, latent]`` and log-sum-exp ``[tokens, heads]``, base 2, as ``paged_decode_reference``.
     """
+    import numpy as np
+
     rows = kv_cache[:, :, None]
     return paged_decode_reference(
-        q,
+        q if q_rope is None else np.concatenate([q, q_rope], axis=-1),
         rows,
         rows[..., :latent] if v_cache is None else v_cache[:, :, None],
         page_table,

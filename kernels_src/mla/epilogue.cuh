@@ -299,7 +299,7 @@ DEVICE void merge_output_tile(const Params& p, const WorkTile& work, uint32_t ar
     uint32_t before = 0, unit = 0;
     bool complete = false;
     // The first pass is a warm-up that fetches the code from DRAM while other partials are still being written. It
-    // reads this CTA's own.
+    // reads a block of this CTA's own.
     for (bool warmup = true;; warmup = false) {
         WorkTile same = work;
         if (warmup) {
@@ -309,7 +309,7 @@ DEVICE void merge_output_tile(const Params& p, const WorkTile& work, uint32_t ar
         // Takes the next ticket while this unit is merged, unless that would take another warp's only one.
         const bool early = units > work.splits.count * WARPS;
         if (lane == 0 && !warmup && early) before = atomic_add_relaxed(counter, TICKET);
-        merge_unit(p, same, blocks_log2, unit, area);
+        merge_unit(p, same, warmup ? 0 : blocks_log2, unit, area);
         if (lane == 0 && warmup) {
             const int64_t begin = clock64();
             do {

@@ -78,7 +78,8 @@ DEVICE void prefetch_speculatively(const Params& p, int warp) {
         const int query = row / p.heads, item_log2 = p.q_type != TYPE_E4M3;
         const int64_t element =
             (request * p.q_len + query) * p.q_token_stride + (row - query * p.heads) * p.q_head_stride;
-        bulk_prefetch_to_l2(static_cast<const char*>(p.q) + (element << item_log2), COLUMNS << item_log2);
+        bulk_prefetch_to_l2(static_cast<const char*>(p.q) + (element << item_log2),
+                            (rope_memory(p) != nullptr ? LATENT : COLUMNS) << item_log2);
     }
 }
 

@@ -253,6 +253,41 @@ DEVICE int64_t row_offset(const WorkTile& work, int row, int heads, int64_t toke
 #endif
 }
 
+// ---------------------------------------------------------------- queries
+
+#if SPARSE
+constexpr bool ROPE_APART = false;
+DEVICE const void* rope_memory(const Params&) { return nullptr; }
+DEVICE int64_t query_offset(const Params& p, const WorkTile& work, int row, bool) {
+    return row_offset(work, row, p.heads, p.q_token_stride, p.q_head_stride);
+}
+#else
+constexpr bool ROPE_APART = ROPE > 0;  // the rope columns of queries may lie in memory of their own
+
+// Null: they follow the latent ones.
+DEVICE const void* rope_memory(const Params& p) { return ROPE_APART ? p.q_rope : nullptr; }
+
+// Elements from the first row of the queries to a head of a token; with `rope` from the first row of the rope columns,
+// wherever they lie. Without branches: lanes may differ.
+DEVICE int64_t query_offset(const Params& p, int token, int head, bool rope) {
+    const bool of_rope = ROPE_APART && rope;
+    return token * (of_rope ? p.q_rope_token_stride : p.q_token_stride) +
+           head * (of_rope ? p.q_rope_head_stride : p.q_head_stride);
+}
+
+DEVICE int64_t query_offset(const Params& p, const WorkTile& work, int row, bool rope) {
+    const int request_row = work.row_tile * ROWS + row;
+    return query_offset(p, work.q_begin + request_row / p.heads, request_row % p.heads, rope);
+}
+
+// The first row of the queries; with `rope` so that the columns from LATENT on are the rope columns, wherever they lie,
+// and others are not to be read.
+DEVICE const char* first_query(const Params& p, int item, bool rope) {
+    const bool apart = rope && rope_memory(p) != nullptr;
+    return static_cast<const char*>(apart ? rope_memory(p) : p.q) - (apart ? LATENT * item : 0);
+}
+#endif
+
 #if !SPARSE
 // ---------------------------------------------------------------- masks
 

@@ -98,6 +98,12 @@ def latent(tensor: Tensors, tokens: int, batch: int, bound: int) -> Arguments:
     return {**rows, **cache, **_lengths(tensor, batch), **more}
 
 
+def latent_parts(tensor: Tensors, tokens: int, batch: int, bound: int) -> Arguments:
+    """The same with the rope columns of the queries in memory of their own."""
+    parts = {"q": tensor("q", "bfloat16", tokens, 16, 512), "q_rope": tensor("q_rope", "bfloat16", tokens, 16, 64)}
+    return {**latent(tensor, tokens, batch, bound), **parts}
+
+
 OPERATORS: Mapping[str, tuple[Callable[..., Any], Callable[..., Arguments]]] = {
     "context_attention over pages": (context_attention, paged_context),
     "context_attention over ragged keys": (context_attention, ragged_context),
@@ -108,6 +114,7 @@ OPERATORS: Mapping[str, tuple[Callable[..., Any], Callable[..., Arguments]]] = {
     "paged_decode of ragged queries": (paged_decode, ragged_decode),
     "paged_decode of ragged queries, batch invariant": (paged_decode, invariant_decode),
     "mla_decode of ragged queries": (mla_decode, latent),
+    "mla_decode of rope columns elsewhere": (mla_decode, latent_parts),
 }
 
 

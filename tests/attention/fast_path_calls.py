@@ -247,6 +247,10 @@ def _latent_full(memory: MadeUpMemory) -> Arguments:
     )
 
 
+def _latent_parts(memory: MadeUpMemory) -> Arguments:
+    return _latent(memory, q=memory.tensor("bfloat16", 4, 16, 512), q_rope=memory.tensor("bfloat16", 4, 16, 64))
+
+
 def _of_a_rank(memory: MadeUpMemory, **changes: Any) -> Arguments:
     counts = memory.tensor("int32", 4)
     return trtllm_arguments(memory, 12, cp_world=4, cp_rank=1, causal_seqlens_kv_global=counts, **changes)
@@ -355,6 +359,7 @@ ON_SM90: dict[str, Callable[[MadeUpMemory, Runtime], Call]] = {
     "paged_decode of ragged queries": _call_of(paged_decode, _paged_ragged),
     "mla_decode": _call_of(mla_decode, _latent),
     "mla_decode with all tensors": _call_of(mla_decode, _latent_full),
+    "mla_decode of rope columns elsewhere": _call_of(mla_decode, _latent_parts),
     "context_attention": _call_of(context_attention, _context),
     "context_attention without out": _call_of(context_attention, _context, out=None),
     "context plan.run": _run_of(plan_context_attention, _context),
@@ -363,6 +368,7 @@ ON_SM90: dict[str, Callable[[MadeUpMemory, Runtime], Call]] = {
     "plan.run with all tensors": _run_of(plan_paged_decode, _paged_full),
     "plan.run of two launches": _run_of(plan_paged_decode, _paged_ragged),
     "mla plan.run": _run_of(plan_mla_decode, _latent),
+    "mla plan.run of rope columns elsewhere": _run_of(plan_mla_decode, _latent_parts),
     "append_kv": _call_of(append_kv, _append),
     "append_kv that quantises": _call_of(append_kv, _append_quantised),
     "append_kv of a latent cache": _call_of(append_kv, _append_latent),

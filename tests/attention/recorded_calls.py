@@ -37,11 +37,13 @@ def decode_call(*, ragged: bool = False, operator: str = "paged_decode", error: 
     return _finished(operator, tensors, {**more, "backend": "auto", "enable_pdl": False}, error, 32)
 
 
-def mla_call(*, separate_values: bool = False) -> RecordedCall:
+def mla_call(*, separate_values: bool = False, separate_rope: bool = False) -> RecordedCall:
     """One latent cache of 64 + 64 columns, which no kernel takes."""
     tensors = {"q": _random(1, (2, 2, 128)), "kv_cache": _paged(2, (8, 16, 1, 128)), **_tables()}
     if separate_values:
         tensors["v_cache"] = _paged(3, (8, 16, 1, 64))
+    if separate_rope:
+        tensors |= {"q": _random(1, (2, 2, 64)), "q_rope": _random(4, (2, 2, 64))}
     return _finished("mla_decode", tensors, {"max_q_len": None, "batch_invariant": False}, "", 64)
 
 

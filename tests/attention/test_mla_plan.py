@@ -135,6 +135,77 @@ def test_other_values_are_refused(planner: Runtime, given: dict[str, Any], words
         make_plan(planner, given, device_facts=H200)
 
 
+ROPE = view(BF16, BATCH, HEADS, 64, pointer=0x7F0000500000)
+
+
+def apart(*tokens: int, latent: int = 512, rope: int = 64, dtype: str = BF16, **more: Any) -> dict[str, Any]:
+    """A call with the rope columns of the queries in memory of their own."""
+    lead = tokens or (BATCH,)
+    queries = {"q": view(dtype, *lead, HEADS, latent), "q_rope": view(dtype, *lead, HEADS, rope)}
+    kv = BF16 if dtype == BF16 else E4M3
+    return latent_call(*tokens, latent=latent, rope=rope, dtypes=(kv, dtype, BF16), **{**queries, **more})
+
+
+@pytest.mark.parametrize(("latent", "rope"), [(512, 64), (256, 64), (256, 32), (128, 32)])
+def test_rope_columns_of_queries_in_memory_of_their_own(planner: Runtime, latent: int, rope: int) -> None:
+    given = values(planner, apart(latent=latent, rope=rope))
+    assert (given["q_token_stride"], given["q_head_stride"]) == (HEADS * latent, latent)
+    assert (given["q_rope_token_stride"], given["q_rope_head_stride"]) == (HEADS * rope, rope)
+
+
+def test_rope_columns_have_strides_of_their_own(planner: Runtime) -> None:
+    rope = replace(view(BF16, BATCH, 3, HEADS, 64), strides=(3 * HEADS * 192, HEADS * 192, 192, 1))
+    queries = replace(view(BF16, BATCH, 3, HEADS, 512), strides=(3 * 512, 512, BATCH * 3 * 512, 1))
+    given = values(planner, apart(BATCH, 3, q=queries, q_rope=rope))
+    assert (given["q_rope_token_stride"], given["q_rope_head_stride"]) == (HEADS * 192, 192)
+    assert (given["q_token_stride"], given["q_head_stride"]) == (512, BATCH * 3 * 512)
+
+
+def test_without_them_the_strides_are_those_of_the_queries(planner: Runtime) -> None:
+    given = values(planner)
+    assert (given["q_rope_token_stride"], given["q_rope_head_stride"]) == (HEADS * 576, 576)
+
+
+def test_rope_columns_beside_values_in_memory_of_their_own(planner: Runtime) -> None:
+    given = values(planner, apart(dtype=E4M3, v_cache=VALUES))
+    assert (given["v_map"].dims[0], given["q_rope_head_stride"]) == (512, 64)
+
+
+def test_rope_columns_are_sent(stub_runtime: Runtime, standin: StandIn) -> None:
+    given = apart(q_rope=ROPE)
+    run(make_plan(stub_runtime, given), given)
+    run(make_plan(stub_runtime))
+    assert [sent(standin, at)["q_rope"] for at in (-2, -1)] == [ROPE.pointer, 0]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (apart(q=view(BF16, BATCH, HEADS, 576)), "q: 576 columns per head with q_rope, expected 512, the latent ones"),
+        (apart(q_rope=view(BF16, BATCH, HEADS, 32)), r"q_rope: shape \(4, 16, 32\), expected \(4, 16, 64\)"),
+        (apart(q_rope=view(BF16, BATCH, 1, HEADS, 64)), r"q_rope: shape \(4, 1, 16, 64\), expected \(4, 16, 64\)"),
+        (apart(q_rope=view(E4M3, BATCH, HEADS, 64)), "q_rope: dtype float8_e4m3fn, expected bfloat16, like q"),
+        (apart(dtype=E4M3, q_rope=ROPE), "q_rope: dtype bfloat16, expected float8_e4m3fn, like q"),
+        (apart(q_rope=replace(ROPE, device=1)), "q_rope: on device 1, q is on device 0"),
+        (apart(q_rope=replace(ROPE, pointer=0x1008)), "q_rope: address 0x1008, .*multiple of 16"),
+        (apart(q_rope=replace(ROPE, strides=(HEADS * 65, 65, 1))), "q_rope: strides .* multiples of 8"),
+        (apart(q_rope=replace(ROPE, strides=(HEADS * 128, 128, 2))), "q_rope: last stride 2, expected 1"),
+        (
+            apart(BATCH, 3, q_rope=replace(view(BF16, BATCH, 3, HEADS, 64), strides=(8192, 1024, 64, 1))),
+            "q_rope: strides .*expected one stride between all tokens",
+        ),
+        (
+            latent_call(rope=0, q_rope=ROPE),
+            "q_rope: given with rows of 512 columns, which are latent, expected None",
+        ),
+        (latent_call(q_rope=ROPE), "q: 576 columns per head with q_rope"),
+    ],
+)
+def test_other_rope_columns_are_refused(planner: Runtime, given: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        make_plan(planner, given, device_facts=H200)
+
+
 def test_one_token_a_request(planner: Runtime) -> None:
     given = values(planner)
     sizes = ("batch", "tokens", "q_len", "heads", "page_size_log2", "num_pages", "max_seq_len")

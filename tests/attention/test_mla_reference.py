@@ -81,6 +81,15 @@ def test_one_token_a_request() -> None:
     assert_same(make_case([1, 1, 1], [9, 4, 1]), uniform=True)
 
 
+def test_rope_columns_in_memory_of_their_own() -> None:
+    case = make_case([2, 2], [9, 4])
+    others = (case.cache, case.table, case.lens, SCALE)
+    joined = mla_decode_reference(case.q, *others, latent=LATENT)
+    apart = mla_decode_reference(case.q[..., :LATENT], *others, latent=LATENT, q_rope=case.q[..., LATENT:])
+    for ours, theirs in zip(apart, joined, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
 def test_several_tokens_see_one_another_causally() -> None:
     assert_same(make_case([3, 3], [9, 14]), uniform=True)
 

@@ -65,6 +65,16 @@ def test_values_in_memory_of_their_own_are_an_input(decode: Callable[..., Any], 
     assert "v_cache[:, :, None]" in found["reference"]
 
 
+def test_rope_columns_in_memory_of_their_own_are_an_input(decode: Callable[..., Any], tmp_path: Path) -> None:
+    parts = {"q": view("bfloat16", BATCH, HEADS, 512), "q_rope": view("bfloat16", BATCH, HEADS, 64)}
+    with Recorder(tmp_path):
+        decode(latent_call(**parts))
+    (found,) = definitions(tmp_path)
+    shapes = [found["inputs"][name]["shape"][-1] for name in ("q", "q_rope", "kv_cache")]
+    assert shapes == ["kv_lora_rank", "qk_rope_head_dim", "head_dim_qk"]
+    assert (found["axes"]["qk_rope_head_dim"]["value"], found["axes"]["head_dim_qk"]["value"]) == (64, 576)
+
+
 def test_ragged_and_dense_are_told_apart(decode: Callable[..., Any], tmp_path: Path) -> None:
     with Recorder(tmp_path):
         decode()

@@ -57,6 +57,13 @@ def test_one_token_a_request() -> None:
     agree(run(given), expected(given))
 
 
+def test_rope_columns_in_memory_of_their_own() -> None:
+    given = made((4,))
+    q = given["q"]
+    parts = {"q": q[..., :LATENT].contiguous(), "q_rope": q[..., LATENT:].contiguous()}
+    agree(run({**given, **parts}), expected(given))
+
+
 def test_drafts_with_a_mask_and_sinks() -> None:
     given, words = made((4, 3)), np.random.default_rng(2).integers(0, 8, 12).astype(np.uint32)
     sinks = torch.linspace(-1, 1, HEADS)

@@ -62,7 +62,7 @@ STATED: dict[str, tuple[str, ...]] = {
 # Arguments that only give addresses, strides or numbers to the same launch, or that say where it runs.
 VALUES = {
     *("page_table", "block_tables", "kv_cu_seq_lens", "cum_seq_lens_kv", "page_indptr"),
-    *("positions", "batch_indices", "lengths_include_new", "mask", "sinks", "draft_position"),
+    *("positions", "batch_indices", "lengths_include_new", "mask", "sinks", "q_rope", "draft_position"),
     *("global_seq_lens", "causal_seqlens_kv_global", "cp_world", "cp_rank", "cp_interleave", "enable_dcp"),
     *("softmax_scale", "output_scale", "k_scale", "v_scale", "bmm1_scale", "bmm2_scale", "bmm1_scale_log2", "o_scale"),
     *(

@@ -34,7 +34,7 @@ ITEM = {
 _NAMES = (
     "q", "k", "v", "out", "lse", "page_table", "seq_lens", "q_cu_seq_lens", "kv_cu_seq_lens", "mask", "sinks",
     "softmax_scale", "output_scale", "workspace", "semaphores", "counters", "k_scales", "v_scales", "top_k_lens",
-    "bmm1_log2", "out_scales", "sage_q", "sage_k", "sage_p", "sage_v", "k_scale", "v_scale")  # fmt: skip
+    "bmm1_log2", "out_scales", "sage_q", "sage_k", "sage_p", "sage_v", "k_scale", "v_scale", "q_rope")  # fmt: skip
 _AT = {name: 0x7E00_0000_0000 + (place << 36) + 16 * (place + 1) for place, name in enumerate(_NAMES)}
 _MOVED = 0x5_0000_0040
 _CHANCES = 4
@@ -360,6 +360,13 @@ SEPARATE_MLA_OPTIONS = {
     "values": ("dense", "padded"),
     "backend": ("auto", "native"),
 }
+# Rope columns of queries in memory of their own, in strides of their own.
+ROPE_MLA_OPTIONS = {
+    **MLA_OPTIONS,
+    "columns": ((512, 64), (512, 64), (256, 64), (256, 32), (128, 32)),
+    "rope_rows": _QUERY_OPTIONS["q_rows"],
+    "backend": ("auto", "native"),
+}
 OTHER_MLA_COLUMN_OPTIONS = {**OTHER_MLA_OPTIONS, "columns": _OTHER_COLUMNS, "backend": ("native",)}
 
 
@@ -375,7 +382,7 @@ def mla(draw: Draw) -> dict[str, Any]:
         cache["strides"][0] = 7
     bound, columns = _bound(draw, page)
     call: dict[str, Any] = {
-        "q": rows_of_tokens("q", q, lead, heads, width, draw["q_rows"]),
+        "q": rows_of_tokens("q", q, lead, heads, latent if "rope_rows" in draw else width, draw["q_rows"]),
         "kv_cache": cache,
         "page_table": _table(draw, draw["batch"], columns),
         "seq_lens": tensor("seq_lens", draw["lengths"], draw["batch"]),
@@ -391,6 +398,8 @@ def mla(draw: Draw) -> dict[str, Any]:
     }
     if "values" in draw:
         call["v_cache"] = tensor("v", kv, *shape[:-1], latent, pad=64 if draw["values"] == "padded" else 0)
+    if "rope_rows" in draw:
+        call["q_rope"] = rows_of_tokens("q_rope", q, lead, heads, rope, draw["rope_rows"])
     if draw["lse_rows"]:
         call["lse"] = rows_of_tokens("lse", "float32", lead, heads, 0, draw["lse_rows"])
     if ragged:

@@ -69,6 +69,7 @@ FAMILIES = {
     "mla columns elsewhere": Family(60, cases.OTHER_MLA_COLUMN_OPTIONS, cases.mla),
     "mla of separate values": Family(80, cases.SEPARATE_MLA_OPTIONS, cases.mla),
     "split context attention": Family(120, prefill.SPLIT_OPTIONS, prefill.context_attention),
+    "mla of separate rope": Family(120, cases.ROPE_MLA_OPTIONS, cases.mla),
 }
 
 

@@ -41,6 +41,7 @@ FAMILIES = (
     "mla columns elsewhere",
     "mla elsewhere",
     "mla of separate values",
+    "mla of separate rope",
     "xqa mla elsewhere",
     "sparse mla",
 )

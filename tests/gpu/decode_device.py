@@ -140,6 +140,10 @@ class DeviceCase:
         """The memory of the caches."""
         return host.pool
 
+    def load_queries(self, q: np.ndarray) -> None:
+        """Other queries in the same memory."""
+        self.driver.copy_to_device(self.tensors[0].pointer, with_gaps(self.case, q))
+
     def load(self, host: HostTensors) -> None:
         """Other content of the same shapes in the same memory: what replays of a graph meet."""
         *caches, table, lens = self.tensors[1 : len(self.tensors) - 2]
@@ -149,7 +153,7 @@ class DeviceCase:
             assert own.shape == new.shape, (own.shape, new.shape)
         for view, (_, part) in zip(caches, pools, strict=False):
             self.driver.copy_to_device(view.pointer, part)
-        self.driver.copy_to_device(self.tensors[0].pointer, with_gaps(self.case, host.q))
+        self.load_queries(host.q)
         self.driver.copy_to_device(table.pointer, host.page_table)
         self.driver.copy_to_device(lens.pointer, host.seq_lens)
         mask = None if host.mask is None else packed_words(host.mask, self.case.q_bound)

@@ -21,8 +21,9 @@ class MlaCase(Queries):
     """Sizes and options of one MLA decode; fields that ``DecodeCase`` has too mean the same.
 
     ``strided`` puts gaps between tokens of q and out and between rows of the cache; ``nested`` gives the cache its
-    dimension of one head. ``separate_values``: they do not lie in their keys. ``portable``: by the kernel that is built
-    for several SMs, not by one for this SM alone.
+    dimension of one head. ``separate_values``: they do not lie in their keys. ``separate_rope``: rope columns of
+    queries do not lie behind their latent ones. ``portable``: by the kernel that is built for several SMs, not by one
+    for this SM alone.
     """
 
     lengths: tuple[int, ...]
@@ -53,6 +54,7 @@ class MlaCase(Queries):
     unsigned: bool = False
     portable: bool = False
     separate_values: bool = False
+    separate_rope: bool = False
     spare_columns: int = 0
     spare_pages: int = 3
 

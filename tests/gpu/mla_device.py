@@ -14,7 +14,7 @@ from cubin_runtime.testing.device import GUARD, DeviceArrays
 from tests.gpu.decode_device import DeviceCase, only_kernels
 from tests.gpu.decode_queries import lse_view, options_of, output_view, tokens_view, with_gaps
 from tests.gpu.decode_values import KINDS
-from tests.gpu.mla_cases import MlaCase, MlaHost, mla_host, mla_reference_of
+from tests.gpu.mla_cases import GAP, MlaCase, MlaHost, mla_host, mla_reference_of
 
 OPERATION = "paged_mla_decode"
 
@@ -31,6 +31,8 @@ class MlaDeviceCase(DeviceCase):
         self.out_buffer, out = output_view(case, arrays, case.latent)
         self.tensors = (*_inputs(case, host, arrays), out, lse_view(case, arrays))
         self.options = options_of(case, host, arrays, (case.heads,) if case.flat_q else (1, case.heads))
+        if case.separate_rope:
+            self.options["q_rope"] = _rope(case, arrays.upload(_rope_rows(case, host.q)))
         if host.value_pool is not None:
             self.options["v_cache"] = _cache(case, host.value_pool, case.latent, arrays)
         with only_kernels(runtime, {kernel.name for kernel in kernels_for(case, mla_kernels(runtime))}, OPERATION):
@@ -55,6 +57,13 @@ class MlaDeviceCase(DeviceCase):
     @property
     def of_scores(self) -> float:
         return self.case.of_scores
+
+    def load_queries(self, q: np.ndarray) -> None:
+        """As of any decode; rope columns may lie in memory of their own."""
+        super().load_queries(q[..., : self.tensors[0].shape[-1]])
+        if self.case.separate_rope:
+            gap = GAP * self.case.strided * q.itemsize
+            self.driver.copy_to_device(self.options["q_rope"].pointer - gap, _rope_rows(self.case, q))
 
     @staticmethod
     def pools_of(host: MlaHost) -> tuple[np.ndarray, ...]:
@@ -104,12 +113,29 @@ def mla_types(runtime: Runtime) -> dict[str, tuple[str, ...]]:
 
 def _inputs(case: MlaCase, host: MlaHost, arrays: DeviceArrays) -> tuple[TensorView, ...]:
     word = "uint32" if case.unsigned else "int32"
+    columns = case.latent if case.separate_rope else case.width
     return (
-        tokens_view(case, KINDS[case.q_type].view, arrays.upload(with_gaps(case, host.q)), case.width),
+        tokens_view(case, KINDS[case.q_type].view, arrays.upload(with_gaps(case, host.q[..., :columns])), columns),
         _cache(case, host.pool, case.width, arrays),
         TensorView.contiguous(arrays.upload(host.page_table), "int32", host.page_table.shape),
         TensorView.contiguous(arrays.upload(host.seq_lens), word, host.seq_lens.shape),
     )
+
+
+def _rope_rows(case: MlaCase, q: np.ndarray) -> np.ndarray:
+    """Memory of the rope columns of queries; with ``strided`` the last ones of wider rows, as projections give them."""
+    gap = ((0, 0), (0, 0), (GAP * case.strided, 0))
+    return np.pad(q[..., case.latent :], gap, constant_values=KINDS[case.q_type].nan)
+
+
+def _rope(case: MlaCase, address: int) -> TensorView:
+    """The rope columns of queries in such memory."""
+    kind, gap = KINDS[case.q_type], GAP * case.strided
+    columns = gap + case.rope
+    token = case.heads * columns
+    lead = (case.q_len * token, token) if len(case.lead) == 2 else (token,)
+    first = address + gap * np.dtype(kind.bits).itemsize
+    return TensorView(first, kind.view, (*case.lead, case.heads, case.rope), (*lead, columns, 1))
 
 
 def _cache(case: MlaCase, pool: np.ndarray, width: int, arrays: DeviceArrays) -> TensorView:

@@ -62,6 +62,7 @@ def random_mla_case(rng: np.random.Generator, types: Mapping[str, Sequence[str]]
     draw["separate_values"] = fixed.get(
         "separate_values", takes_separate and not draw["portable"] and bool(rng.random() < 0.3)
     )
+    draw["separate_rope"] = fixed.get("separate_rope", draw["rope"] > 0 and bool(rng.random() < 0.3))
     span = int(rng.choice(SPANS, p=SPAN_ODDS))
     edges = edge_lengths(draw["page_size"], span)
     lengths = tuple(

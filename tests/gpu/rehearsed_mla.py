@@ -46,16 +46,12 @@ def decode_latent(p: Mapping[str, Any], traits: Mapping[str, Any], _: Sequence[i
     cache = cache_of(p["kv_map"], width)
     values = cache_of(p["v_map"], latent) if traits.get("separate_values") else cache[..., :latent]
 
-    def of_tokens(name: str, dtype: Any, last: tuple[int, ...]) -> np.ndarray:
-        steps = (p[f"{name}_token_stride"], p[f"{name}_head_stride"], 1)[: 2 + len(last)]
-        return memory(p[name], dtype, (p["tokens"], heads, *last), steps)
-
     def scale(name: str) -> float:
         return float(memory(p[name], np.float32, (1,), (1,))[0]) if p[name] else 1.0
 
     status = memory(p["status"], np.uint32, (1,), (1,))
-    q, out = of_tokens("q", KINDS[q_type].bits, (width,)), of_tokens("out", KINDS[out_type].bits, (latent,))
-    lse = of_tokens("lse", np.float32, ()) if p["lse"] else None
+    q, out = _queries(p, KINDS[q_type].bits, latent, width), _of_tokens(p, "out", KINDS[out_type].bits, latent)
+    lse = _of_tokens(p, "lse", np.float32) if p["lse"] else None
     table = memory(p["page_table"], np.int32, (p["batch"], -(-p["max_seq_len"] // page)), (p["table_stride"], 1))
     lengths = memory(p["seq_lens"], np.int32, (p["batch"],), (1,))
     words = mask_of(p)
@@ -81,6 +77,20 @@ def decode_latent(p: Mapping[str, Any], traits: Mapping[str, Any], _: Sequence[i
             out[begin + i] = bits_of(out_type, row * factor)
             if lse is not None:
                 lse[begin + i] = row_lse + shift * rehearsed_decode.show_arithmetic
+
+
+def _of_tokens(p: Mapping[str, Any], name: str, dtype: Any, *last: int) -> np.ndarray:
+    steps = (p[f"{name}_token_stride"], p[f"{name}_head_stride"], 1)[: 2 + len(last)]
+    return memory(p[name], dtype, (p["tokens"], p["heads"], *last), steps)
+
+
+def _queries(p: Mapping[str, Any], dtype: Any, latent: int, width: int) -> np.ndarray:
+    """All columns of the queries, wherever the rope columns lie."""
+    if p["q_rope"]:
+        parts = _of_tokens(p, "q", dtype, latent), _of_tokens(p, "q_rope", dtype, width - latent)
+        return np.concatenate(parts, axis=-1)
+    assert all(p[f"q_rope_{of}_stride"] == p[f"q_{of}_stride"] for of in ("token", "head"))
+    return _of_tokens(p, "q", dtype, width)
 
 
 rehearsed_decode.COMPUTED["paged_mla_decode"] = decode_latent

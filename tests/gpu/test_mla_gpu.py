@@ -13,7 +13,7 @@ from tests.gpu.decode_values import bits_of, values_of
 from tests.gpu.device_checks import assert_reported
 from tests.gpu.mla_cases import MlaCase, assemble_mla, mla_host, mla_means, mla_means_of, mla_reference_of, mla_request
 from tests.gpu.mla_device import mla_on_device
-from tests.gpu.mla_random import COLUMNS, HEADS, OUT_DTYPES, PAGE_SIZES
+from tests.gpu.mla_random import COLUMNS, HEADS, OUT_DTYPES, PAGE_SIZES, SEPARATE_COLUMNS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("mla_backend")]
 
@@ -178,6 +178,45 @@ def test_values_in_memory_of_their_own_match_float64(
     assert_case(runtime, replace(wanted, lengths=(20_000, 7, 3000), max_seq_len=20_000, heads=128), rng)
     many = tuple(int(n) for n in rng.integers(0, 200, size=300))
     assert_case(runtime, replace(wanted, lengths=many, max_seq_len=200, heads=96), rng)
+
+
+@pytest.mark.parametrize("types", [*TYPES, "values elsewhere"])
+@pytest.mark.parametrize("columns", [columns for columns in COLUMNS if columns[1]])
+@pytest.mark.parametrize("strided", [False, True])
+def test_rope_columns_in_memory_of_their_own_match_float64(
+    runtime: Runtime, rng: np.random.Generator, columns: tuple[int, int], types: str, strided: bool
+) -> None:
+    options = {**TYPES, "values elsewhere": SEPARATE}[types]
+    if types == "values elsewhere" and columns != SEPARATE_COLUMNS:
+        return
+    wanted = MlaCase(EDGES, 1024, strided=strided, separate_rope=True, **columns_of(columns), **options)
+    for heads, q_len in ((1, 1), (16, 1), (17, 1), (128, 1), (5, 3), (5, 4), (64, 16), (127, 2)):
+        one = replace(wanted, heads=heads, q_len=q_len, mask="tree", sinks=strided, batch_invariant=strided)
+        assert_case(runtime, one, rng)
+        assert_means(runtime, replace(one, out_dtype="fp16"), rng)
+    # Splits that CTAs merge, rows of one request in several work tiles of a CTA, and more work tiles than CTAs.
+    assert_case(runtime, replace(wanted, lengths=(20_000, 7, 3000), max_seq_len=20_000, heads=128), rng)
+    assert_case(runtime, replace(wanted, lengths=(9000, 130), max_seq_len=9000, heads=64, batch_invariant=True), rng)
+    many = tuple(int(n) for n in rng.integers(0, 200, size=300))
+    assert_case(runtime, replace(wanted, lengths=many, max_seq_len=200, heads=96), rng)
+    ragged = {"q_lens": tuple(int(n) for n in rng.integers(0, 9, size=300)), "max_q_len": 12, "mask": "any"}
+    assert_case(runtime, replace(wanted, lengths=many, max_seq_len=200, heads=5, **ragged), rng)
+
+
+@pytest.mark.parametrize("types", list(TYPES))
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_rope_columns_give_the_same_bits_wherever_they_lie(
+    runtime: Runtime, rng: np.random.Generator, types: str, batch_invariant: bool
+) -> None:
+    for heads, q_len in ((16, 1), (5, 4), (128, 2)):
+        wanted = replace(SMALL, heads=heads, q_len=q_len, batch_invariant=batch_invariant, **TYPES[types])
+        host, results = mla_host(wanted, rng), []
+        for apart in (False, True):
+            with mla_on_device(runtime, replace(wanted, separate_rope=apart), rng, host) as case:
+                case.run()
+                results.append(case.result())
+        for joined, apart in zip(*results, strict=True):
+            np.testing.assert_array_equal(joined, apart)
 
 
 @pytest.mark.parametrize("types", list(TYPES))

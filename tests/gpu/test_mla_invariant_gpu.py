@@ -37,6 +37,7 @@ TARGETS = {
     "e4m3, 128 heads": MlaCase((5000,), 5000, heads=128, q_len=2, kv_dtype="e4m3", q_dtype="e4m3", mask="tree"),
     "e4m3, 16 tokens": MlaCase((640,), 640, heads=16, q_len=16, kv_dtype="e4m3", q_dtype="e4m3", latent=256),
     "values elsewhere": MlaCase((2300,), 2300, heads=24, kv_dtype="e4m3", q_dtype="e4m3", separate_values=True),
+    "rope elsewhere": MlaCase((2300,), 2300, heads=24, q_len=3, separate_rope=True),
     "no rope": MlaCase((2500,), 2500, heads=16, rope=0, q_len=2),
     "256 + 32, e4m3": MlaCase((1700,), 1700, heads=128, latent=256, rope=32, kv_dtype="e4m3", q_dtype="e4m3"),
     "128 + 32": MlaCase((5000,), 5000, heads=40, latent=128, rope=32, q_len=2, sinks=True),

@@ -42,6 +42,7 @@ def test_a_decode_is_recorded_and_replayed(
 
 LATENT = {
     "plain": MlaCase((65, 1, 0, 100), 128),
+    "rope elsewhere": MlaCase((65, 1, 0, 100), 128, separate_rope=True),
     "values elsewhere": MlaCase((65, 1, 0, 100), 128, kv_dtype="e4m3", q_dtype="e4m3", separate_values=True),
 }
 

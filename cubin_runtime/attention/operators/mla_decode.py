@@ -23,7 +23,7 @@ from ...tensor import TensorView
 from ..attention_operator import SCALES, AttentionCall, AttentionOperator
 from ..backends import AUTO
 from ..call_sizes import CallSizes, Explained
-from ..checks import check_shape, listed
+from ..checks import check_shape, listed, token_stride
 from ..decode_rules import (
     GLOBAL_LENS,
     DecodeOptions,
@@ -34,7 +34,7 @@ from ..decode_rules import (
     problem_values,
 )
 from ..fast_path.operator_function import operator_function
-from ..latent_cache import KV_CACHE, LATENTS, OUT_DTYPES, Q_DTYPES, V_CACHE, check_cache
+from ..latent_cache import KV_CACHE, LATENTS, OUT_DTYPES, Q_DTYPES, Q_ROPE, V_CACHE, check_cache
 from ..operator import Given, OutputForm, TensorArg, shape_of
 from ..paged_cache import check_table
 from ..pipeline import plan_call, run_call, torch_op
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 def _check(call: AttentionCall) -> None:
     tensors = call.tensors
     check_queries(call, MAX_QUERIES)
-    check_cache(call.q, tensors["kv_cache"])
+    check_cache(call.q, tensors["kv_cache"], tensors.get(Q_ROPE.name))
     page_size, _, width = tensors["kv_cache"].shape[1:]
     tensors.check_dtypes()
     check_shape(V_CACHE.name, tensors.get(V_CACHE.name), (*tensors["kv_cache"].shape[:-1], LATENTS[width]))
@@ -67,7 +67,8 @@ def _strides(cache: TensorView) -> tuple[int, int]:
 
 
 def _launches(call: AttentionCall, device: DeviceFacts, release: NativeRelease) -> Sequence[NativeLaunch[MlaSelection]]:
-    cache, values, options = call.tensors["kv_cache"], call.tensors.get(V_CACHE.name), call.options
+    cache, options = call.tensors["kv_cache"], call.options
+    values, rope = call.tensors.get(V_CACHE.name), call.tensors.get(Q_ROPE.name)
     pages, page_size, _, width = cache.shape
     latent = LATENTS[width]
     problem = MlaProblem(
@@ -81,6 +82,7 @@ def _launches(call: AttentionCall, device: DeviceFacts, release: NativeRelease) 
         rope=width - latent,
         cache_strides=_strides(cache),
         value_strides=None if values is None else _strides(values),
+        q_rope_strides=None if rope is None else (token_stride(Q_ROPE.name, rope, 2), rope.strides[-2]),
     )
     shape = problem.shape(ragged=call.ragged, batch_invariant=options.batch_invariant)
     selection = select_mla_decode(release.kernels, shape, device)
@@ -90,10 +92,11 @@ def _launches(call: AttentionCall, device: DeviceFacts, release: NativeRelease) 
 def _output(arguments: Given) -> OutputForm:
     q = arguments["q"]
     shape = shape_of(q, "q")
-    if len(shape) < 3 or shape[-1] not in LATENTS:
-        widths = " or ".join(map(str, LATENTS))
+    latents = LATENTS if arguments[Q_ROPE.name] is None else {latent: latent for latent in LATENTS.values()}
+    if len(shape) < 3 or shape[-1] not in latents:
+        widths = " or ".join(map(str, latents))
         raise UsageError(f"shape {shape}, expected [batch, heads, columns] with {widths} columns", argument="q")
-    return OutputForm(q, (*shape[:-1], LATENTS[shape[-1]]), "bfloat16")
+    return OutputForm(q, (*shape[:-1], latents[shape[-1]]), "bfloat16")
 
 
 def _no_default(_: tuple[int, ...]) -> float:
@@ -109,6 +112,7 @@ MLA_DECODE = AttentionOperator(
         TensorArg("out", OUT_DTYPES, alignment=16, stride_bytes=16, rows=True, written=True),
         GLOBAL_LENS,
         V_CACHE,
+        Q_ROPE,
     ),
     options=DecodeOptions,
     check=_check,
@@ -167,6 +171,7 @@ class MlaTensors(TypedDict):
     output_scale: Scale | None
     global_seq_lens: Tensor | None
     v_cache: Tensor | None
+    q_rope: Tensor | None
 
 
 class MlaDecodePlan(StepPlan):
@@ -187,6 +192,7 @@ class MlaDecodePlan(StepPlan):
         sinks: Tensor | None = None,
         global_seq_lens: Tensor | None = None,
         v_cache: Tensor | None = None,
+        q_rope: Tensor | None = None,
         softmax_scale: Scale | None = None,
         output_scale: Scale | None = None,
         workspace: AnyWorkspace | None = None,
@@ -212,6 +218,7 @@ class MlaDecodePlan(StepPlan):
                 output_scale=output_scale,
                 global_seq_lens=global_seq_lens,
                 v_cache=v_cache,
+                q_rope=q_rope,
             ),
             workspace,
             stream,
@@ -236,6 +243,7 @@ def plan_mla_decode(
     sinks: Tensor | None = None,
     global_seq_lens: Tensor | None = None,
     v_cache: Tensor | None = None,
+    q_rope: Tensor | None = None,
     cp_world: int = 1,
     cp_rank: int = 0,
     cp_interleave: int = 1,
@@ -267,6 +275,7 @@ def plan_mla_decode(
         output_scale=output_scale,
         global_seq_lens=global_seq_lens,
         v_cache=v_cache,
+        q_rope=q_rope,
     )
     options = DecodeOptions(
         max_seq_len=max_seq_len,
@@ -297,6 +306,7 @@ def mla_decode(
     sinks: Tensor | None = None,
     global_seq_lens: Tensor | None = None,
     v_cache: Tensor | None = None,
+    q_rope: Tensor | None = None,
     cp_world: int = 1,
     cp_rank: int = 0,
     cp_interleave: int = 1,
@@ -344,6 +354,9 @@ def mla_decode(
         v_cache: values in memory of their own, ``[pages, page_size, latent]`` or ``[pages, 1, page_size, latent]``,
             float8_e4m3fn, in the pages of their keys; only with 576 columns, queries and cache of float8_e4m3fn, on
             compute capability 9.0. None: the latent columns of ``kv_cache``, which are then read once for both.
+        q_rope: the rope columns of the queries in memory of their own, shaped like ``q`` with these columns alone, of
+            its dtype, with one stride between all tokens, addresses and strides in multiples of 16 bytes; ``q`` then
+            has the latent columns alone. None: they follow the latent ones in ``q``.
         batch_invariant: make the output of a request depend, bit for bit, only on its own tokens, keys and options, not
             on batch, bounds or grid.
         out: shaped like ``q`` with the latent columns alone, of dtype bfloat16, float16 or float8_e4m3fn (which
@@ -382,6 +395,7 @@ def mla_decode(
         output_scale=output_scale,
         global_seq_lens=global_seq_lens,
         v_cache=v_cache,
+        q_rope=q_rope,
     )
     options = DecodeOptions(
         max_seq_len=max_seq_len,

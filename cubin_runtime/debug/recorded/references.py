@@ -197,7 +197,11 @@ def _paged_decode(inputs: _Inputs) -> Reference:
 
 
 def _mla_decode(inputs: _Inputs) -> Reference:
+    import numpy as np
+
     q, rows = inputs.array("q"), inputs.array("kv_cache")
+    if "q_rope" in inputs.call.tensors:
+        q = np.concatenate([q, inputs.array("q_rope")], axis=-1)
     q, rows = q.reshape(-1, *q.shape[-2:]), rows.reshape(*rows.shape[:2], rows.shape[-1])
     latent = inputs.call.tensors["out"].view.shape[-1]
     common, notes = _native(inputs, "kv_cache", rows.shape[1])

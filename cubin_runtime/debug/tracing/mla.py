@@ -19,6 +19,7 @@ from .schema import (
 
 OP_TYPE = "mla_paged"
 _HEADS, _WIDTH, _LATENT = Constant("q_heads"), Constant("head_dim_qk"), Constant("kv_lora_rank")
+_ROPE = Constant("qk_rope_head_dim")
 
 
 def traced_mla_decode(call: AttentionCall) -> TracedCall:
@@ -28,13 +29,15 @@ def traced_mla_decode(call: AttentionCall) -> TracedCall:
     width = rows.shape[-1]
     cache = _without_head(rows)
     tokens: tuple[Axis, ...] = ("tokens",) if call.ragged else ("batch", "q_len")[: len(q.shape) - 2]
-    values = tensors.get("v_cache")
+    values, rope = tensors.get("v_cache"), tensors.get("q_rope")
     inputs: list[Tensor | Scalar] = [
-        Tensor("q", q, (*tokens, _HEADS, _WIDTH)),
+        Tensor("q", q, (*tokens, _HEADS, _WIDTH if rope is None else _LATENT)),
         Tensor("kv_cache", cache, ("pages", Constant("page_size"), _WIDTH), "latent columns, then rope columns"),
         Tensor("page_table", tensors["page_table"], ("batch", "columns")),
         Tensor("seq_lens", tensors["seq_lens"], ("batch",), "keys, those of the query tokens among them"),
     ]
+    if rope is not None:
+        inputs.append(Tensor("q_rope", rope, (*tokens, _HEADS, _ROPE), "the columns behind those of q"))
     if values is not None:
         inputs.append(Tensor("v_cache", _without_head(values), ("pages", Constant("page_size"), _LATENT)))
     sinks: tuple[Axis, ...] = (_HEADS,)
@@ -61,12 +64,13 @@ def traced_mla_decode(call: AttentionCall) -> TracedCall:
             "decode",
             inputs,
             {
+                **({} if rope is None else {"q": "torch.cat((q, q_rope), -1)"}),
                 "k_cache": "kv_cache[:, :, None]",
                 "v_cache": f"kv_cache[:, :, None, :{out.shape[-1]}]" if values is None else "v_cache[:, :, None]",
                 "window_left": "-1",
                 **of_attention(outputs),
             },
-            without=["kv_cache"],
+            without=["kv_cache", "q_rope"],
         ),
         constants={"qk_rope_head_dim": width - out.shape[-1]},
         constraints=(

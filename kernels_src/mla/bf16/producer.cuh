@@ -2,34 +2,9 @@
 #pragma once
 #include "shared_storage.cuh"
 #include "../pages.cuh"
+#include "../query_rows.cuh"
 
 namespace paged_mla_decode {
-
-constexpr int CHUNKS = COLUMNS / 8;  // of 8 columns in a row: 16 bytes, swizzled as the products read them
-
-// Copies 16 rows per warp, or only what was overwritten by P (the rope columns). Row R of a request is head R % heads
-// of its query token R / heads; rows past the last one are zero.
-DEVICE void copy_queries(const Params& p, const WorkTile& work, SharedStorage& shared, int warp, bool rope_only) {
-    const int lane = threadIdx.x % 32, first = warp * (ROWS / 4);
-    const int token = (work.row_tile * ROWS + first) / p.heads;
-    int head = work.row_tile * ROWS + first - token * p.heads;
-    const char* const q = static_cast<const char*>(p.q);
-    const char* source = q + ((work.q_begin + token) * p.q_token_stride + head * p.q_head_stride) * 2 + lane * 16;
-    const int64_t to_head = p.q_head_stride * 2, to_token = (p.q_token_stride - p.heads * p.q_head_stride) * 2;
-    const uint32_t base = shared_address(shared.q[lane / 8]) + first * 128;
-#pragma unroll 2
-    for (int row = 0; row < ROWS / 4; ++row) {
-        const bool exists = first + row < work.rows;
-        const char* from = exists ? source : q;
-        const uint32_t to = base + row * 128 + ((lane % 8) ^ (row % 8)) * 16;
-#pragma unroll
-        for (int i = 0; i < (CHUNKS + 31) / 32; ++i)
-            if (lane + i * 32 < CHUNKS && (!rope_only || lane + i * 32 >= ROPE_BOX * 8))
-                cp_async_16_zero_fill(to + i * 4 * BOX_BYTES, from + i * 512, exists ? 16 : 0);
-        source += to_head;
-        if (++head == p.heads) head = 0, source += to_token;
-    }
-}
 
 // Each of four warps loads a quarter of every KV tile as soon as its stage is free, and a quarter of the queries' rows;
 // the first warp also loads the rope columns. They publish the work tiles to the consumers. The first work tile's
@@ -57,7 +32,8 @@ DEVICE void load(const Params& p, const WorkRange& range, SharedStorage& shared)
             if (tile == queries_at) {
                 wait_barrier(shared.q_empty, (phase >> STAGES & 1) ^ 1);
                 phase ^= 1u << STAGES;
-                copy_queries(p, work, shared, warp, same_queries);
+                // of the same queries only what P overwrote: the rope columns
+                copy_query_rows<8>(p, work, shared_address(shared.q[0]), warp * (ROWS / 4), same_queries);
             }
             if (tile == filled) {
                 cp_async_wait_all();

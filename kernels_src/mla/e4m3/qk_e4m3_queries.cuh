@@ -1,6 +1,7 @@
 // QK warpgroup for e4m3 queries: S = Q K^T, softmax, P, and what goes with it.
 #pragma once
 #include "handoff.cuh"
+#include "../query_rows.cuh"
 #include "../softmax.cuh"
 
 namespace paged_mla_decode {
@@ -8,6 +9,7 @@ namespace paged_mla_decode {
 constexpr int K_STEP = 32;  // of an e4m3 product
 constexpr int K_STEPS = COLUMNS / K_STEP;
 constexpr int SHARED_STEPS = QUERY_BOXES * BOX_COLUMNS / K_STEP;
+static_assert(SHARED_STEPS * K_STEP <= LATENT, "rope columns go to registers");
 constexpr int QK_BARRIER = 2;
 
 using Queries = uint32_t[K_STEPS - SHARED_STEPS][4];
@@ -34,22 +36,42 @@ DEVICE void copy_queries(const Params& p, const WorkTile& work, SharedStorage& s
     }
 }
 
-DEVICE uint32_t load_word(const char* address) { return *reinterpret_cast<const uint32_t*>(address); }
+// 0 unless it `exists`.
+DEVICE uint32_t load_word(const char* address, bool exists) {
+    uint32_t word;
+    asm volatile("{ .reg .pred p; setp.ne.u32 p, %2, 0; mov.b32 %0, 0; @p ld.global.b32 %0, [%1]; }"
+                 : "=r"(word)
+                 : "l"(address), "r"(static_cast<uint32_t>(exists)));
+    return word;
+}
 
 // The other columns go to registers.
 DEVICE void load_queries(const Params& p, const WorkTile& work, SharedStorage& shared, int row, Queries& q) {
     named_barrier_sync<WARPGROUP>(QK_BARRIER);  // no warp multiplies the previous work tile's queries any more
     copy_queries(p, work, shared);
+    // A quad of lanes finds where its two rows begin, and their rope columns, which may lie in other memory: each lane one
+    // of the four, by the same code.
+    const int lane = threadIdx.x % 32;
+    int token[2], head[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        const int own = row + 8 * half;
-        const bool exists = own < work.rows;
-        const char* source = static_cast<const char*>(p.q) + SHARED_STEPS * K_STEP + threadIdx.x % 4 * 4;
-        source += row_offset(work, exists ? own : 0, p.heads, p.q_token_stride, p.q_head_stride);
+        const int request_row = work.row_tile * ROWS + (row + 8 * half < work.rows ? row + 8 * half : 0);
+        token[half] = work.q_begin + request_row / p.heads, head[half] = request_row % p.heads;
+    }
+    const bool second = lane % 4 >= 2, of_rope = lane % 2 > 0;
+    const char* const begin = first_query(p, 1, of_rope) + query_offset(p, token[second], head[second], of_rope);
 #pragma unroll
-        for (int step = 0; step < K_STEPS - SHARED_STEPS; ++step) {
-            q[step][half] = exists ? load_word(source + step * K_STEP) : 0;
-            q[step][2 + half] = exists ? load_word(source + step * K_STEP + K_STEP / 2) : 0;
+    for (int half = 0; half < 2; ++half) {
+        const bool exists = row + 8 * half < work.rows;
+        const int first = lane / 4 * 4 + 2 * half;
+        const char* latent = SHARED_STEPS * K_STEP < LATENT ? shuffle_pointer(begin, first) + lane % 4 * 4 : nullptr;
+        const char* rope = ROPE > 0 ? shuffle_pointer(begin, first + 1) + lane % 4 * 4 : nullptr;
+        asm volatile("" : "+l"(latent), "+l"(rope));  // else the compiler adds the lane to every step's offset
+#pragma unroll
+        for (int step = SHARED_STEPS; step < K_STEPS; ++step) {
+            const char* const from = (step * K_STEP < LATENT ? latent : rope) + step * K_STEP;
+            q[step - SHARED_STEPS][half] = load_word(from, exists);
+            q[step - SHARED_STEPS][2 + half] = load_word(from + K_STEP / 2, exists);
         }
     }
     cp_async_wait_all();

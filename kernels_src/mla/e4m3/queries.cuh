@@ -2,6 +2,11 @@
 #pragma once
 #include "shared_storage.cuh"
 #include "../softmax.cuh"
+#if SPARSE
+#include "../sparse/token_queries.cuh"
+#else
+#include "../query_rows.cuh"
+#endif
 
 namespace paged_mla_decode {
 
@@ -9,22 +14,13 @@ constexpr int STEPS = COLUMNS / 16;  // of a product
 constexpr int KEYS_IN_FLIGHT = SCALED ? 4 : 3;  // products
 constexpr int QK_BARRIER = 2;
 
-// Copies a work tile's queries with four lanes per row. Row R of a request is head R % heads of its query token R /
-// heads; rows past the last one and columns past COLUMNS are zero.
+// Copies those rows of a work tile's queries that the warp converts.
 DEVICE void copy_queries(const Params& p, const WorkTile& work, SharedStorage& shared, uint32_t thread) {
-    constexpr int CHUNKS = KEY_BOXES * 8;
-#pragma unroll 1
-    for (int row = thread / 4; row < ROWS; row += WARPGROUP / 4) {
-        const bool exists = row < work.rows;
-        const char* source = static_cast<const char*>(p.q) + thread % 4 * 16;
-        source += 2 * row_offset(work, exists ? row : 0, p.heads, p.q_token_stride, p.q_head_stride);
-        const uint32_t address = shared_address(shared.q[0]) + row * 128;
-#pragma unroll 6
-        for (int i = 0; i < CHUNKS / 4; ++i)
-            cp_async_16_zero_fill(address + i / 2 * BOX_BYTES + ((i % 2 * 4 + thread % 4) ^ (row % 8)) * 16,
-                                  source + i * 64,
-                                  exists && (COLUMNS % BOX_COLUMNS == 0 || i * 32 < COLUMNS) ? 16 : 0);
-    }
+#if SPARSE
+    copy_rows_of_token(p, work, shared_address(shared.q[0]), thread);
+#else
+    copy_query_rows<WARPGROUP / 4>(p, work, shared_address(shared.q[0]), thread / 32 * 8, false);
+#endif
     cp_async_wait_all();
     __syncwarp();
 }

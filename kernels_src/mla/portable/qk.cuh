@@ -33,8 +33,8 @@ DEVICE void load_queries(const Params& p, const WorkTile& work, SharedStorage& s
     for (int i = threadIdx.x; i < ROWS * CHUNKS; i += CONSUMERS) {
         const int row = i / CHUNKS, chunk = i % CHUNKS;
         const bool exists = row < work.rows;
-        const char* source = static_cast<const char*>(p.q) + chunk * 16;
-        source += row_offset(work, exists ? row : 0, p.heads, p.q_token_stride, p.q_head_stride);
+        const bool rope = chunk * 16 >= LATENT;
+        const char* source = first_query(p, 1, rope) + query_offset(p, work, exists ? row : 0, rope) + chunk * 16;
         cp_async_16_zero_fill(to + chunk / 4 * QUERY_BOX_BYTES + swizzled_offset(row, chunk % 4), source,
                               exists ? 16 : 0);
     }

@@ -44,6 +44,7 @@ def integers(*values: int) -> bytes:
         decode_call(ragged=True),
         mla_call(),
         mla_call(separate_values=True),
+        mla_call(separate_rope=True),
         context_call(),
         context_call(even=True),
     ],

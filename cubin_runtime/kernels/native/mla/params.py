@@ -11,7 +11,8 @@ from ..problem import DEALING_FIELDS, GLOBAL_LENS_FIELD, SLACK_TILES_FIELD
 _KV_MAP = Field("kv_map", "CUtensorMap", "latent cache: (latent and rope, token in page, page)")
 _V_MAP = Field("v_map", "CUtensorMap", "values: (latent, token in page, page)")
 _OTHERS = (
-    Field("q", "ptr", "queries of q_type, [tokens, heads, latent + rope]"),
+    Field("q", "ptr", "queries of q_type, [tokens, heads, latent + rope]; with q_rope [tokens, heads, latent]"),
+    Field("q_rope", "ptr", "rope columns of queries of q_type, [tokens, heads, rope]; null: they follow those in q"),
     Field("out", "ptr", "output of out_type, [tokens, heads, latent]"),
     Field("lse", "ptr", "log-sum-exp, fp32 [tokens, heads], base 2; null: not wanted"),
     Field("page_table", "ptr", "int32 [batch, table_stride], page ids of each request in order"),
@@ -28,6 +29,8 @@ _OTHERS = (
     Field("status", "ptr", f"uint32, bits of what was clamped: {STATUS_BITS_TEXT}"),
     Field("q_token_stride", "int64", "elements between tokens in q"),
     Field("q_head_stride", "int64", "elements between heads in q"),
+    Field("q_rope_token_stride", "int64", "elements between tokens in q_rope, or in q if that has the rope columns"),
+    Field("q_rope_head_stride", "int64", "elements between heads in q_rope; likewise"),
     Field("out_token_stride", "int64", "elements between tokens in out"),
     Field("out_head_stride", "int64", "elements between heads in out"),
     Field("lse_token_stride", "int64", "elements between tokens in lse"),

@@ -19,6 +19,8 @@ class MlaProblem(Problem):
     """An MLA decode; ``cache_strides`` are elements between pages and tokens of a page of the latent cache.
 
     ``value_strides`` are the same of values in memory of their own; None: they are the first columns of the cache.
+    ``q_rope_strides`` are elements between tokens and heads of rope columns of queries in memory of their own; None:
+    they follow the latent ones in q.
     ``kv_dtype`` is ``bf16`` or ``e4m3``, q is ``bf16`` or, beside an e4m3 cache, ``e4m3``. Rows of q begin at multiples
     of 16 bytes, those of out at multiples of 8 elements.
     """
@@ -28,6 +30,7 @@ class MlaProblem(Problem):
     rope: int
     cache_strides: tuple[int, int]
     value_strides: tuple[int, int] | None = None
+    q_rope_strides: tuple[int, int] | None = None
 
     def shape(self, *, ragged: bool, batch_invariant: bool) -> MlaShape:
         """The shape that a kernel is chosen by."""
@@ -54,6 +57,7 @@ def mla_launch(selection: MlaSelection, problem: MlaProblem, file: KernelFile) -
     """
     regions = mla_regions(selection, problem)
     width = problem.latent + problem.rope
+    rope_strides = problem.q_strides if problem.q_rope_strides is None else problem.q_rope_strides
     maps = {"kv_map": cache_descriptor(problem, selection.kernel, width, problem.cache_strides)}
     caches = {"kv_map": "kv_cache"}
     if problem.value_strides is not None:
@@ -68,6 +72,8 @@ def mla_launch(selection: MlaSelection, problem: MlaProblem, file: KernelFile) -
             **problem.values(),
             **problem.dealing.values(),
             **maps,
+            "q_rope_token_stride": rope_strides[0],
+            "q_rope_head_stride": rope_strides[1],
             "heads": problem.heads,
             "cta_group_size": selection.cta_group_size,
             "splits": selection.splits,
