@@ -106,13 +106,15 @@ def chunks_of(q_lens: Sequence[int], chunk: int) -> LatentChunks:
 
 
 def attend_latent(
-    q: Any, kv_cache: Any, decodes: LatentDecodes, options: LatentOptions, out: Any, lse: Any = None
+    q: Any, kv_cache: Any, decodes: LatentDecodes, options: LatentOptions, out: Any, lse: Any = None, q_rope: Any = None
 ) -> None:
     """Latent attention of the requests' query tokens, whose rows are in the cache already.
 
     Args:
         q: ``[rows, heads, latent + rope]``, contiguous; ``out`` ``[rows, heads, latent]``, ``lse`` ``[rows, heads]``.
         kv_cache: ``[pages, page_size, latent + rope]``; any strides.
+        q_rope: the rope columns of the queries, ``[rows, heads, rope]``, if ``q`` has the latent ones alone; both with
+            any strides.
 
     Raises:
         as ``mla_decode``.
@@ -120,9 +122,10 @@ def attend_latent(
     requests, rows = decodes.table.shape[0], q.shape[0]
     ragged, scratch = decodes.sums is not None, options.scratch
     if not ragged and decodes.q_len > 1:
-        shape = (requests, decodes.q_len, *q.shape[1:])
-        q, out = q.view(shape), out.view(*shape[:-1], out.shape[-1])
-        lse = None if lse is None else lse.view(shape[:-1])
+        lead = (requests, decodes.q_len, q.shape[1])
+        q, out = q.view(*lead, q.shape[-1]), out.view(*lead, out.shape[-1])
+        lse = None if lse is None else lse.view(lead)
+        q_rope = None if q_rope is None else q_rope.view(*lead, q_rope.shape[-1])
     dealing = options.dealing
     mla_decode(
         q,
@@ -141,6 +144,7 @@ def attend_latent(
         batch_invariant=options.batch_invariant,
         out=out,
         lse=lse,
+        q_rope=q_rope,
         workspace=scratch.of_launch(requests, rows, decodes.max_seq_len) if scratch else None,
     )
 

@@ -69,20 +69,24 @@ def test_a_step(rng: np.random.Generator, name: str) -> None:
     assert_right(case, host, out, lse)
 
 
-def test_a_captured_step_follows_its_lengths(rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_captured_step_follows_its_lengths(rng: np.random.Generator, apart: bool) -> None:
     case = replace(PLAIN, lengths=(300, 130), q_len=4)
     host = mla_host(case, rng)
     q, cache, decodes = device_tensor("bf16", host.q), device_tensor("bf16", host.pool), decodes_of(case, host)
     out, options = torch.empty(8, 16, 512, dtype=torch.bfloat16, device="cuda"), LatentOptions(case.scale, 1.0, False)
+    rope = None
+    if apart:  # as projections give them
+        q, rope = q[..., :512].transpose(0, 1).contiguous().transpose(0, 1), q[..., 512:]
     lengths = decodes.lengths.clone()
     decodes.lengths.fill_(4)
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        attend_latent(q, cache, decodes, options, out)
+        attend_latent(q, cache, decodes, options, out, None, rope)
     stream.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
-        attend_latent(q, cache, decodes, options, out)
+        attend_latent(q, cache, decodes, options, out, None, rope)
     decodes.lengths.copy_(lengths)
     out.fill_(torch.nan)
     graph.replay()

@@ -180,6 +180,20 @@ def test_the_queries_of_a_pair_are_side_by_side(monkeypatch: pytest.MonkeyPatch,
     assert (sent["q_token_stride"], sent["q_head_stride"]) == (HEADS * (LATENT + 64), LATENT + 64)
 
 
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_the_queries_of_a_captured_pair_stay_where_they_are(
+    monkeypatch: pytest.MonkeyPatch, standin: StandIn, drafts: int
+) -> None:
+    monkeypatch.setattr(mla_backend, "_is_capturing", lambda _: True)
+    new = 1 + drafts
+    _, _, (_, _, (latent, rope)) = run(monkeypatch, configuration(drafts=drafts or None), step([new] * 2, [40, 30]))
+    (sent,) = mla_launches(standin)
+    assert (sent["batch"], sent["q_len"]) == (2, new)
+    assert (sent["q"], sent["q_rope"]) == (latent.data_ptr(), rope.data_ptr())
+    assert (sent["q_token_stride"], sent["q_head_stride"]) == (LATENT, 2 * new * LATENT)
+    assert (sent["q_rope_token_stride"], sent["q_rope_head_stride"]) == (HEADS * 64, 64)
+
+
 @pytest.mark.parametrize(("latent", "joined_by_vllm"), [(512, True), (256, False)])
 def test_queries_on_a_device_are_joined_by_vllm_where_it_has_a_kernel(
     monkeypatch: pytest.MonkeyPatch, latent: int, joined_by_vllm: bool

@@ -290,8 +290,14 @@ class CubinRuntimeMlaImpl(MLACommonImpl[MLACommonMetadata]):  # type: ignore[mis
             ``[tokens, heads, kv_lora_rank]`` and, with decode context parallelism, the log-sum-exp ``[tokens, heads]``
             in base 2, else None.
         """
+        rope = None
         if isinstance(q, tuple):
-            q = joined(q)
+            # The strides of the latent columns follow from the number of tokens, which fast paths of any number do not
+            # take. A graph has one number, and launches as they were captured.
+            if _is_capturing(q[0]):
+                q, rope = q
+            else:
+                q = joined(q)
         options = self._options
         if self._quantized:
             key_scale = float(layer._k_scale_float)
@@ -300,7 +306,7 @@ class CubinRuntimeMlaImpl(MLACommonImpl[MLACommonMetadata]):  # type: ignore[mis
         out = torch.empty((*q.shape[:2], self.kv_lora_rank), dtype=torch.bfloat16, device=q.device)
         with_lse = options.dealing.world > 1
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if with_lse else None
-        attend_latent(q, kv_c_and_k_pe_cache, attn_metadata.decode.decodes, options, out, lse)
+        attend_latent(q, kv_c_and_k_pe_cache, attn_metadata.decode.decodes, options, out, lse, rope)
         return out, lse
 
     def do_kv_cache_update(
