@@ -51,7 +51,7 @@ def test_a_pair_never_has_more_splits_than_the_kernels_can_merge() -> None:
 
 @pytest.mark.parametrize(
     ("max_seq_len", "ctas"),
-    [(1024, 16), (4096, 16), (8192, 32), (1 << 14, 48), (1 << 15, 48), (1 << 16, 64), (1 << 17, 64)],
+    [(1024, 16), (4096, 32), (8192, 48), (1 << 14, 48), (1 << 15, 48), (1 << 16, 64), (1 << 17, 64)],
 )
 def test_a_single_request_of_few_rows_has_few_splits_whatever_its_bound(max_seq_len: int, ctas: int) -> None:
     assert select_mla_decode(KERNELS, replace(SHAPE, heads=16, batch=1, max_seq_len=max_seq_len), H100).ctas == ctas
@@ -98,8 +98,9 @@ def test_a_team_of_few_tiles_has_one_tile_and_of_many_two() -> None:
     assert ctas == [8, 64]
 
 
-def test_a_team_of_few_rows_has_four_tiles_at_least() -> None:
-    assert select_mla_decode(KERNELS, replace(SHAPE, heads=16, batch=1, max_seq_len=8192), H100).ctas == 32
+def test_a_team_of_few_rows_has_as_many_tiles() -> None:
+    ctas = [select_mla_decode(KERNELS, replace(SHAPE, heads=16, batch=1, max_seq_len=n * 64), H100).ctas for n in (4, 64)]
+    assert ctas == [4, 32]
 
 
 @pytest.mark.parametrize(("q_len", "together"), [(1, 2), (2, 4), (3, 3), (16, 4)])
