@@ -99,7 +99,9 @@ def test_a_team_of_few_tiles_has_one_tile_and_of_many_two() -> None:
 
 
 def test_a_team_of_few_rows_has_as_many_tiles() -> None:
-    ctas = [select_mla_decode(KERNELS, replace(SHAPE, heads=16, batch=1, max_seq_len=n * 64), H100).ctas for n in (4, 64)]
+    ctas = [
+        select_mla_decode(KERNELS, replace(SHAPE, heads=16, batch=1, max_seq_len=n * 64), H100).ctas for n in (4, 64)
+    ]
     assert ctas == [4, 32]
 
 
