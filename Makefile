@@ -24,6 +24,7 @@ VENV := .venv/bin/python
 VENV_TORCH := .venv-torch/bin/python
 VENV_LOWEST := .venv-lowest/bin/python
 BUILD := build/artifacts
+KERNEL_SOURCES := $(sort $(shell find kernels_src -name '*.cu' -o -name '*.cuh'))
 ACCELERATOR := $(wildcard accelerator/*.[ch]) accelerator/setup.py accelerator/pyproject.toml
 
 ##@ Start here
@@ -89,7 +90,8 @@ mutants: .venv/.ready .venv-torch/.ready ## Bugs put in on purpose, each of whic
 ##@ Check and document
 check: .venv/.ready ## Lint, format and types
 	@status=0; for gate in "ruff check ." "ruff format --check --output-format concise ." "mypy --strict"; do \
-	    $(VENV) -m $$gate || status=1; done; exit $$status
+	    $(VENV) -m $$gate || status=1; done; \
+	    .venv/bin/clang-format --dry-run --Werror $(KERNEL_SOURCES) || status=1; exit $$status
 
 docs: .venv-docs/.ready ## The documentation site, into build/site; a warning or a broken link is an error
 	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --strict --quiet

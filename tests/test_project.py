@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+PINNED_TOOLS = r"(?:ruff|clang-format)==[\d.]+"
 
 
 def read(name: str) -> str:
@@ -37,8 +38,8 @@ def bare_path(tmp_path: Path) -> Path:
 
 
 def test_the_hooks_use_the_versions_of_the_dev_extra() -> None:
-    hooks = set(re.findall(r"ruff==[\d.]+", read(".pre-commit-config.yaml")))
-    assert hooks == set(re.findall(r"ruff==[\d.]+", read("pyproject.toml")))
+    hooks = set(re.findall(PINNED_TOOLS, read(".pre-commit-config.yaml")))
+    assert hooks == set(re.findall(PINNED_TOOLS, read("pyproject.toml")))
 
 
 def test_ci_runs_the_commands_that_contributing_names() -> None:

@@ -227,8 +227,8 @@ struct Scales {
     bool has_one;
 
     DEVICE void load(const Params& p) {
-        has_one = (p.k_scale_request_stride | p.k_scale_head_stride | p.v_scale_request_stride |
-                   p.v_scale_head_stride) == 0;
+        has_one =
+            (p.k_scale_request_stride | p.k_scale_head_stride | p.v_scale_request_stride | p.v_scale_head_stride) == 0;
         inverse[0] = inverse_scale(p.k_scale, p.k_scale_device);
         inverse[1] = inverse_scale(p.v_scale, p.v_scale_device);
     }

@@ -1,6 +1,6 @@
 // Context parallelism: the keys of a request are dealt to ranks in rounds of `cp_round` keys, of which this rank has
-// `cp_interleave` from `cp_begin` on. Its own keys keep their order; page table and `seq_lens` count them alone, and the
-// causal bound of a query token follows from `global_seq_lens`, the keys of the request on all ranks.
+// `cp_interleave` from `cp_begin` on. Its own keys keep their order; page table and `seq_lens` count them alone, and
+// the causal bound of a query token follows from `global_seq_lens`, the keys of the request on all ranks.
 #pragma once
 #include "ptx.cuh"
 

@@ -37,8 +37,8 @@ struct PageWindow {
     int loaded = -2;  // number of the window in `page`
     int page = 0, ahead = 0;
 
-    // Loads of the request's `ids` those of a window for the keys [begin, kv_len), which are some; other columns are not
-    // read, since no row sees their keys.
+    // Loads of the request's `ids` those of a window for the keys [begin, kv_len), which are some; other columns are
+    // not read, since no row sees their keys.
     template <class Params>
     DEVICE static int load(const Params& p, const int* ids, int begin, int kv_len, int window) {
         const int first = begin >> p.page_size_log2;

@@ -9,7 +9,8 @@
 
 DEVICE uint32_t shared_address(const void* pointer) { return static_cast<uint32_t>(__cvta_generic_to_shared(pointer)); }
 
-// The kernel's dynamic shared memory. The build reads its size from the comment, which is in the PTX and is no instruction.
+// The kernel's dynamic shared memory. The build reads its size from the comment, which is in the PTX and is no
+// instruction.
 template <class Storage>
 DEVICE Storage& dynamic_shared_storage() {
     extern __shared__ __align__(1024) char shared_memory[];
@@ -299,8 +300,8 @@ DEVICE float power_of_two(int exponent) { return __uint_as_float(static_cast<uin
 // largest bf16 just fits; -100 keeps 2^e far from the limits of fp32 when it is multiplied with other factors.
 DEVICE int fp16_range_exponent(uint32_t biased) { return min(max(static_cast<int>(biased) - 127, -100), 112); }
 
-// 16 bf16 columns times a factor, as fp16 in the order in which ldmatrix distributes the bytes of 16 e4m3 columns: 4 i +
-// {0, 1} for i = 0 to 3, then 4 i + {2, 3}.
+// 16 bf16 columns times a factor, as fp16 in the order in which ldmatrix distributes the bytes of 16 e4m3 columns:
+// 4 i + {0, 1} for i = 0 to 3, then 4 i + {2, 3}.
 DEVICE void bf16_to_fp16_as_e4m3(const uint32_t (&columns)[8], float factor, uint32_t (&to)[8]) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
@@ -332,10 +333,9 @@ DEVICE void named_barrier_sync(int id) {
 template <int THREADS>
 DEVICE bool named_barrier_any(int id, bool value) {
     int any;
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.s32 p, %3, 0;\nbar.red.or.pred p, %1, %2, p;\nselp.s32 %0, 1, 0, p;\n}"
-        : "=r"(any)
-        : "r"(id), "n"(THREADS), "r"(static_cast<int>(value))
-        : "memory");
+    asm volatile("{\n.reg .pred p;\nsetp.ne.s32 p, %3, 0;\nbar.red.or.pred p, %1, %2, p;\nselp.s32 %0, 1, 0, p;\n}"
+                 : "=r"(any)
+                 : "r"(id), "n"(THREADS), "r"(static_cast<int>(value))
+                 : "memory");
     return any;
 }

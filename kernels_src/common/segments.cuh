@@ -1,7 +1,7 @@
 // The arithmetic of batch-invariant attention, for prefill and decode alike: what a row's bits follow from.
 //
-// - A row sees its keys in tiles of SEGMENT_TILE_TOKENS from key 0 on. Scores and outputs are each one chain of products
-//   in steps of 16, ascending. The tensor cores give the same bits for mma.sync and wgmma of any shape.
+// - A row sees its keys in tiles of SEGMENT_TILE_TOKENS from key 0 on. Scores and outputs are each one chain
+//   of products in steps of 16, ascending. The tensor cores give the same bits for mma.sync and wgmma of any shape.
 // - Segments end at multiples of SEGMENT_TOKENS keys. In each, maximum, sum and output start fresh. A tile raises the
 //   maximum only where its largest score exceeds it by SLACK (`raised`); then `weight` rescales sum and output.
 //   `probability` is before rounding what the sum adds up and rounded what the product takes.
@@ -48,9 +48,9 @@ DEVICE float next_sum(float sum, float factor, float even, float odd) {
     return __fmaf_rn(sum, factor, __fadd_rn(even, odd));
 }
 
-// A warpgroup's scores of a tile become probabilities; a thread has two rows 8 apart, of which s[4 j + 2 i + {0, 1}] are
-// columns 8 j + 2 (lane % 4) + {0, 1} of row i. `factor` is that of sums and outputs so far: exactly 1 if the maximum
-// stays.
+// A warpgroup's scores of a tile become probabilities; a thread has two rows 8 apart, of which s[4 j + 2 i + {0, 1}]
+// are columns 8 j + 2 (lane % 4) + {0, 1} of row i. `factor` is that of sums and outputs so far: exactly 1 if the
+// maximum stays.
 DEVICE void exponentiate(float (&s)[SEGMENT_TILE_TOKENS / 2], float scale, float (&maximum)[2], float (&sum)[2],
                          float (&factor)[2]) {
     constexpr int CELLS = SEGMENT_TILE_TOKENS / 2, CHAIN = 16;

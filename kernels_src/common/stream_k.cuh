@@ -102,8 +102,8 @@ struct WorkRange {
 };
 
 // The CTA group that computes a KV tile. Group c of n begins at floor(c T / n), so it is the largest c with
-// c T < (tile + 1) n. The estimate is off by one at most, for up to 2^10 groups. There is no 64-bit division, because that is a call,
-// after which the compiler no longer knows that values are warp-uniform.
+// c T < (tile + 1) n. The estimate is off by one at most, for up to 2^10 groups. There is no 64-bit division, because
+// that is a call, after which the compiler no longer knows that values are warp-uniform.
 DEVICE int cta_group_of(const WorkRange& range, int tile) {
     const int64_t scaled = static_cast<int64_t>(tile + 1) * range.cta_groups;
     const int estimate = static_cast<int>(__fdividef(static_cast<float>(tile) * range.cta_groups, range.total));

@@ -4,8 +4,8 @@
 //   allowed [tokens, columns] -> bits of the row's bytes                         -+-> out uint32 [tokens, words]
 //   neither                   -> causal                                          -+
 //
-// A CTA has a request. Nothing is read back by the host: a parent that does not come before its token counts as none and
-// is recorded in the status word.
+// A CTA has a request. Nothing is read back by the host: a parent that does not come before its token counts as none
+// and is recorded in the status word.
 //
 // Build: -DKERNEL_NAME=symbol.
 
@@ -46,7 +46,8 @@ DEVICE int load_parent(const Params& p, const Request& r, int token) {
     return -1;
 }
 
-// The token itself and its ancestors. After round n, a token sees 2^n of them, itself included, and `above` is the next.
+// The token itself and its ancestors. After round n, a token sees 2^n of them, itself included, and `above` is the
+// next.
 DEVICE uint64_t tree_bits(const Params& p, const Request& r) {
     __shared__ uint64_t seen_by[TOKENS];
     __shared__ int next_of[TOKENS];

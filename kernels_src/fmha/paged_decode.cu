@@ -23,8 +23,8 @@
 // The grid is persistent and follows from bounds alone. Work is scheduled in one of three ways
 // (common/stream_k.cuh, decode/scheduler.cuh):
 // - Stream-K: the KV tiles of all output tiles form one tile space; group c of n computes KV tiles
-//   [c T / n, (c + 1) T / n). Output tiles that lie in one CTA group's range are finished there; of the others, each CTA
-//   writes a partial. Split boundaries follow from the lengths and the grid.
+//   [c T / n, (c + 1) T / n). Output tiles that lie in one CTA group's range are finished there; of the others, each
+//   CTA writes a partial. Split boundaries follow from the lengths and the grid.
 // - `splits` > 0 (batch invariance): split boundaries follow from the request's own lengths alone (with SEGMENTS: they
 //   are absolute), and a CTA group computes the splits that begin in its range.
 // - Clusters: each output tile has a cluster of 1 to 8 CTAs, which split its KV tiles evenly (a share may be empty) and

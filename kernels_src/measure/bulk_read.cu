@@ -31,8 +31,8 @@ struct SharedStorage {
 
 DEVICE void bulk_copy(uint32_t destination, const uint4* source, uint32_t bytes, uint32_t barrier, uint64_t policy) {
     asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
-            destination),
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
+            "r"(destination),
         "l"(source), "r"(bytes), "r"(barrier), "l"(policy)
         : "memory");
 }

@@ -35,10 +35,10 @@ struct Part {
 };
 
 DEVICE Part part_in_v(const Params& p, int index, int64_t token, int64_t head) {
-    return {static_cast<const char*>(p.v) +
-                (token * p.v_token_stride + index * p.v_part_stride + head * p.v_head_stride) * ITEM_BYTES,
-            static_cast<const float*>(p.s) + token * p.s_token_stride + index * p.s_part_stride +
-                head * p.s_head_stride};
+    return {
+        static_cast<const char*>(p.v) +
+            (token * p.v_token_stride + index * p.v_part_stride + head * p.v_head_stride) * ITEM_BYTES,
+        static_cast<const float*>(p.s) + token * p.s_token_stride + index * p.s_part_stride + head * p.s_head_stride};
 }
 
 DEVICE Part other_part(const Params& p, int64_t token, int64_t head) {

@@ -153,8 +153,8 @@ DEVICE void copy_splits(const Params& p, const SplitSet& set, const MergeUnit& u
     };
     // In pieces of 16 bytes, four of each of a block's column groups.
     const uint2* const values = static_cast<const uint2*>(p.partial_out) +
-                                partial_offset(slot, unit.column / 8 + piece / 4, unit.first_row / 16 * 32 +
-                                               unit.first_row % 16 * 4 + piece % 4 * 2);
+                                partial_offset(slot, unit.column / 8 + piece / 4,
+                                               unit.first_row / 16 * 32 + unit.first_row % 16 * 4 + piece % 4 * 2);
 #pragma unroll 1
     for (int begin = lane / 16; begin < splits << blocks_log2; begin += 8)
 #pragma unroll
@@ -290,8 +290,9 @@ DEVICE void merge_output_tile(const Params& p, const WorkTile& work, uint32_t ar
     // As many blocks, of one scale, as there is room for with all their splits, but enough units for all warps.
     constexpr int MOST_LOG2 = log2_of(SCALE_COLUMNS / MERGE_COLUMNS);
     static_assert(4 << MOST_LOG2 <= MERGED_BLOCKS);
-    const int blocks_log2 = work.splits.count <= 4 ? MOST_LOG2
-                            : ROWS == 64 && work.splits.count <= MERGED_BLOCKS / 2 ? min(MOST_LOG2, 1) : 0;
+    const int blocks_log2 = work.splits.count <= 4                                 ? MOST_LOG2
+                            : ROWS == 64 && work.splits.count <= MERGED_BLOCKS / 2 ? min(MOST_LOG2, 1)
+                                                                                   : 0;
     static_assert(MLA_MAX_SPLITS * WARPS <= DEPARTURES &&
                       ROWS / 4 * (LATENT / MERGE_COLUMNS) + MLA_MAX_SPLITS * WARPS <= ~0u / TICKET,
                   "bits of a counter");

@@ -1,5 +1,6 @@
-// Paged MLA decode with an e4m3 cache and e4m3 queries on warp-level MMAs, for GPUs without warpgroup products whose CTAs
-// have 99 KB of shared memory (SM120, SM121); shapes and scheduling as in paged_mla_decode.cu, KV tiles of 32 keys.
+// Paged MLA decode with an e4m3 cache and e4m3 queries on warp-level MMAs, for GPUs without warpgroup products whose
+// CTAs have 99 KB of shared memory (SM120, SM121); shapes and scheduling as in paged_mla_decode.cu, KV tiles of 32
+// keys.
 //
 //   warp 0              page table --> TMA --> pipeline of e4m3 tiles, a box for 64 columns
 //   8 warps             S = Q K^T, e4m3 by e4m3: 16 rows by 16 keys each, both operands from shared memory
@@ -7,11 +8,12 @@
 //                       O += P V, fp16 by fp16: 64 rows by an eighth of the columns each, V converted in registers
 //
 // P is fp16 as in paged_mla_decode_e4m3.cu: in e4m3 it would double the rate of the second product and have relative
-// errors of 2^-4. The warps meet twice per tile: with its maxima, when nobody reads the last P and the last tile any more,
-// and with P. There is no producer warp: nine would leave each thread 168 registers, and O takes 128.
+// errors of 2^-4. The warps meet twice per tile: with its maxima, when nobody reads the last P and the last tile any
+// more, and with P. There is no producer warp: nine would leave each thread 168 registers, and O takes 128.
 //
-// Per tile and 64 rows, 512 + 64 columns: 18 KB from DRAM or L2, 2.4 MFLOP in e4m3 and 2.1 MFLOP in fp16 (131 and 114 per
-// byte), 190 KB from shared memory. Tensor cores set the time: 3200 cycles at 1024 (e4m3) and 512 (fp16) products a cycle.
+// Per tile and 64 rows, 512 + 64 columns: 18 KB from DRAM or L2, 2.4 MFLOP in e4m3 and 2.1 MFLOP in fp16 (131 and 114
+// per byte), 190 KB from shared memory. Tensor cores set the time: 3200 cycles at 1024 (e4m3) and 512 (fp16) products a
+// cycle.
 //
 // Build: -DLATENT=512|256|128 -DROPE=64|32|0 -DKV_E4M3=1 -DROWS=64 -DTILE_TOKENS=32 -DBOX_COLUMNS=64 -DSTAGES=n
 //        -DKERNEL_NAME=symbol

@@ -8,14 +8,14 @@ DEVICE const char* shuffle_pointer(const char* pointer, int lane) {
     return reinterpret_cast<const char*>(__shfl_sync(~0u, reinterpret_cast<uint64_t>(pointer), lane));
 }
 
-// Copies rows `first` to `first` + 7 of the tile and those STEP further, or only their rope boxes. Row R of a request is
-// head R % heads of its query token R / heads; rows past the last one and columns past COLUMNS are zero.
+// Copies rows `first` to `first` + 7 of the tile and those STEP further, or only their rope boxes. Row R of a request
+// is head R % heads of its query token R / heads; rows past the last one and columns past COLUMNS are zero.
 template <int STEP>
 DEVICE void copy_query_rows(const Params& p, const WorkTile& work, uint32_t to, int first, bool rope_only) {
     const int lane = threadIdx.x % 32;
     const auto row_of = [&](int i) { return first + i % 8 + i / 8 % 2 * STEP; };
-    // Lane I holds where the I-th row begins, and lane I + 16 the same for its rope columns: these may lie in other memory,
-    // but other code for them would have to be fetched from DRAM.
+    // Lane I holds where the I-th row begins, and lane I + 16 the same for its rope columns: these may lie in other
+    // memory, but other code for them would have to be fetched from DRAM.
     const int own = row_of(lane);
     const char* const begin =
         first_query(p, 2, lane >= 16) + query_offset(p, work, own < work.rows ? own : 0, lane >= 16) * 2;

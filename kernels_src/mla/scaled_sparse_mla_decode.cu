@@ -1,5 +1,5 @@
-// MLA decode over lists, as sparse_mla_decode.cu, for rows of the cache of e4m3 with a scale for each 128 columns, and 64
-// query rows at a time, in CTA groups:
+// MLA decode over lists, as sparse_mla_decode.cu, for rows of the cache of e4m3 with a scale for each 128 columns, and
+// 64 query rows at a time, in CTA groups:
 //
 //   two producer warps      a list's entries; its holes are left out; one bulk copy per row --> pipeline of 16 keys
 //   QK warpgroup            S^T = K Q^T: K goes from the tile to registers, is converted to fp16 and scaled there

@@ -18,8 +18,8 @@ namespace paged_mla_decode {
 using stream_k::Request;
 using stream_k::SplitSet;
 
-// Build: -DROWS=n query rows (tokens x heads) of a CTA, -DTILE_TOKENS=n keys of a KV tile, -DLATENT=n columns of a value,
-// -DROPE=n columns of a key behind them.
+// Build: -DROWS=n query rows (tokens x heads) of a CTA, -DTILE_TOKENS=n keys of a KV tile, -DLATENT=n columns of a
+// value, -DROPE=n columns of a key behind them.
 constexpr int COLUMNS = LATENT + ROPE;  // of a key
 // Of the output, as consumers share them out. Those behind the latent ones have no values and are not stored.
 constexpr int OUTPUT_COLUMNS = LATENT < 256 ? 256 : LATENT;
@@ -116,8 +116,8 @@ struct MlaTiling : stream_k::EqualSplits<MlaTiling> {
 #if !SPARSE
         // The longest may be of a request without queries, which has no tile in `total`.
         if (p.splits == 0 && total < groups * MLA_MERGED_TILES)
-            groups = min(groups, max(max(1, total / MLA_MERGED_TILES),
-                                     total * MLA_MANY_SPLITS / max(longest, MLA_MANY_SPLITS)));
+            groups = min(
+                groups, max(max(1, total / MLA_MERGED_TILES), total * MLA_MANY_SPLITS / max(longest, MLA_MANY_SPLITS)));
 #endif
         return groups;
     }

@@ -8,12 +8,13 @@
 // whether it is the last.
 //
 // Rows of e4m3 with a scale for each 128 columns: a QK warpgroup multiplies converted keys by queries in shared memory,
-// and the sums of each 128 columns by the key's scale; PV warps multiply P by the scales of their columns. A lazily raised
-// power of two for each 128 columns, which outputs are multiplied by at the end, keeps these products within fp16. Rows of
-// bf16: 8 QK warps multiply half of the columns each, with queries in registers; two of them add up their scores.
+// and the sums of each 128 columns by the key's scale; PV warps multiply P by the scales of their columns. A lazily
+// raised power of two for each 128 columns, which outputs are multiplied by at the end, keeps these products within
+// fp16. Rows of bf16: 8 QK warps multiply half of the columns each, with queries in registers; two of them add up their
+// scores.
 //
-// A cluster of 1 to 16 CTAs computes an output tile and merges it in shared memory, 16 rows at a time: nothing goes through
-// a workspace. One cluster may compute several output tiles, one after the other.
+// A cluster of 1 to 16 CTAs computes an output tile and merges it in shared memory, 16 rows at a time: nothing goes
+// through a workspace. One cluster may compute several output tiles, one after the other.
 //
 // Build: -DSPARSE=1 -DLATENT=512 -DROPE=64|0 -DKV_E4M3=0|1 -DROWS=16|32 -DTILE_TOKENS=64 -DSPLIT_TILES=n
 //        -DSTAGES=n -DCTA_PARTS=1|2 -DMAX_CLUSTER=8|16 -DKERNEL_NAME=symbol

@@ -3,9 +3,9 @@
 //
 //   pages, requests or ragged tokens of e4m3 --> [request, KV head, token, column]; ragged: [KV head, token, column]
 //
-// A CTA converts CTA_TOKENS tokens of a request and KV head, keys or values. Its threads take 8 columns each, neighbours
-// those of a row and then of the next, so that reads are whole rows and writes follow each other. Tokens past a
-// request's length are left as they are: attention masks their keys and clears their values.
+// A CTA converts CTA_TOKENS tokens of a request and KV head, keys or values. Its threads take 8 columns each,
+// neighbours those of a row and then of the next, so that reads are whole rows and writes follow each other. Tokens
+// past a request's length are left as they are: attention masks their keys and clears their values.
 //
 // Build: -DTO_FP16=0|1 (else bf16) -DCTA_TOKENS=n, a multiple of 32
 //        -DUNITS_IN_FLIGHT=n loads of a thread, which divides CTA_TOKENS / 32
@@ -100,9 +100,13 @@ extern "C" __global__ void __launch_bounds__(cache_conversion::THREADS)
     if (first >= length || !has_queries(p)) return;
     const Tensor t = tensor_of(p, is_key, head);
     switch (t.columns) {
-        case 64: return convert<64>(p, t, is_key, first, length);
-        case 128: return convert<128>(p, t, is_key, first, length);
-        case 192: return convert<192>(p, t, is_key, first, length);
-        case 256: return convert<256>(p, t, is_key, first, length);
+        case 64:
+            return convert<64>(p, t, is_key, first, length);
+        case 128:
+            return convert<128>(p, t, is_key, first, length);
+        case 192:
+            return convert<192>(p, t, is_key, first, length);
+        case 256:
+            return convert<256>(p, t, is_key, first, length);
     }
 }

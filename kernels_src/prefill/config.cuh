@@ -18,7 +18,8 @@ using Params = ContextAttentionE4m3Params;
 using Params = ContextAttentionParams;
 #endif
 
-// 1: the keys of a request are divided among gridDim.y CTAs, wherever its row tiles end; each writes a part of the output.
+// 1: the keys of a request are divided among gridDim.y CTAs, wherever its row tiles end; each writes a part of the
+// output.
 #ifndef SPLIT_KEYS
 #define SPLIT_KEYS 0
 #endif
@@ -29,8 +30,8 @@ constexpr int WARPGROUP_ROWS = 64;
 constexpr int ROWS = WARPGROUP_ROWS * WARPGROUPS;
 constexpr int CONSUMERS = WARPGROUP * WARPGROUPS;
 constexpr int CONSUMER_WARPS = CONSUMERS / 32;
-// e4m3: one producer warpgroup converts keys and values in place, in turn; or two convert one of them each, from a buffer
-// of its own.
+// e4m3: one producer warpgroup converts keys and values in place, in turn; or two convert one of them each, from a
+// buffer of its own.
 #ifndef PRODUCER_WARPGROUPS
 #define PRODUCER_WARPGROUPS 1
 #endif
@@ -100,8 +101,9 @@ struct SharedStorage {
 #if PRODUCER_WARPGROUPS == 2
     alignas(1024) uint8_t raw_k[K_SPANS * KV_SPAN_BYTES / 2], raw_v[V_SPANS * KV_SPAN_BYTES / 2];  // e4m3
 #endif
-    alignas(128) uint8_t out[CONVERTS_APART ? 1 : CONSUMER_WARPS]
-                            [SEGMENTS ? FOLDED_WARP_BYTES : CONVERTS_APART ? 1 : 16 * STAGED_COLUMNS * 2];
+    alignas(128) uint8_t out[CONVERTS_APART ? 1 : CONSUMER_WARPS][SEGMENTS         ? FOLDED_WARP_BYTES
+                                                                  : CONVERTS_APART ? 1
+                                                                                   : 16 * STAGED_COLUMNS * 2];
     WorkTile work[2];
     uint64_t q_full, q_empty;
     uint64_t k_full[K_STAGES], k_empty[K_STAGES], v_full[V_STAGES], v_empty[V_STAGES];

@@ -11,8 +11,8 @@
 //
 // The warpgroups issue their products in turn (named barriers TURN), so that one's softmax overlaps with another's
 // products. Rows of a row tile are tokens x `1 << packed_log2` neighbouring heads of one KV head, so that short
-// requests fill it. Key tiles are walked from the first to the last at absolute multiples of 128 keys, and a tile that a
-// row does not see leaves its numbers as they are: a row's bits depend neither on how a prompt is cut into chunks nor
+// requests fill it. Key tiles are walked from the first to the last at absolute multiples of 128 keys, and a tile that
+// a row does not see leaves its numbers as they are: a row's bits depend neither on how a prompt is cut into chunks nor
 // on other requests. With SEGMENTS they are those that decode gives as well (common/segments.cuh).
 //
 // Build: -DHEAD_DIM=n -DVALUE_DIM=n -DMMA_FP16=0|1 -DTILE_TOKENS=64|128 -DWARPGROUPS=n -DK_STAGES=n -DV_STAGES=n
@@ -27,8 +27,8 @@
 
 namespace context_attention {
 
-// A warpgroup's queries as the left operand of its products: the first columns in registers, as far as there are enough,
-// the others in shared memory, whose bandwidth is what products lack most.
+// A warpgroup's queries as the left operand of its products: the first columns in registers, as far as there are
+// enough, the others in shared memory, whose bandwidth is what products lack most.
 struct Queries {
     uint32_t first[QUERY_REGISTER_STEPS > 0 ? QUERY_REGISTER_STEPS : 1][4];
     uint64_t operand;
@@ -72,8 +72,8 @@ DEVICE void multiply_values(const Probabilities& probability, uint64_t v, Output
     for (int step = 0; step < TILE_TOKENS / 16; ++step)
         if constexpr (VALUE_DIM == 256) {
             wgmma<MMA_FP16, true, true, 0, 128>(out, probability[step], advance_descriptor(v, step * 16 * ROW_BYTES));
-            wgmma<MMA_FP16, true, true, 128, 128>(
-                out, probability[step], advance_descriptor(v, 2 * KV_SPAN_BYTES + step * 16 * ROW_BYTES));
+            wgmma<MMA_FP16, true, true, 128, 128>(out, probability[step],
+                                                  advance_descriptor(v, 2 * KV_SPAN_BYTES + step * 16 * ROW_BYTES));
         } else {
             const uint64_t at = advance_descriptor(v, step * 16 * ROW_BYTES);
             if (step == 0)
@@ -112,8 +112,8 @@ DEVICE void compute(const Params& p, SharedStorage& shared, const WorkTile& work
     // Tiles within these keys need no mask for any row of the warpgroup.
     const int token = work.token + (warpgroup * WARPGROUP_ROWS >> p.packed_log2);
     const int last_token = work.token + ((warpgroup * WARPGROUP_ROWS + WARPGROUP_ROWS - 1) >> p.packed_log2);
-    const int2 all_see = make_int2(first_visible(p, position_of(work, last_token)),
-                                   visible_end(p, work, position_of(work, token)));
+    const int2 all_see =
+        make_int2(first_visible(p, position_of(work, last_token)), visible_end(p, work, position_of(work, token)));
     const int first = first_key(p, work);
     Scores s;
     Probabilities probability;

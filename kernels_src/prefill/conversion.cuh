@@ -41,7 +41,8 @@ DEVICE void convert_stage(uint32_t stage, int low, int high) {
     constexpr int SPANS_AT_ONCE = 4 / ROUNDS < SPANS ? 4 / ROUNDS : SPANS;
     const int lane = threadIdx.x % 32, unit = lane % 4;
     const int first = threadIdx.x % WARPGROUP / 32 * 8 + (lane / 8 ^ lane / 4 % 2 * 5);
-    const uint32_t from = stage + RAW + first * BOX_BYTES + (unit ^ (BOX_BYTES == 128 ? first % 8 : first / 2 % 4)) * 16;
+    const uint32_t from =
+        stage + RAW + first * BOX_BYTES + (unit ^ (BOX_BYTES == 128 ? first % 8 : first / 2 % 4)) * 16;
     const uint32_t to = stage + first * ROW_BYTES + (unit * 2 ^ first % 8) * 16;
 #pragma unroll
     for (int base = 0; base < SPANS; base += SPANS_AT_ONCE) {
@@ -105,9 +106,9 @@ DEVICE void publish(const Params& p, SharedStorage& shared, Schedule& schedule, 
         const int kv_head = work.head / p.group;
         work.scale_log2 = log2_scale(p) * scale_at(p.k_scale, work.request * p.k_scale_request_stride +
                                                                   kv_head * p.k_scale_head_stride);
-        work.output_scale = p.output_scale * scale_at(p.output_scale_device, 0) *
-                            scale_at(p.v_scale, work.request * p.v_scale_request_stride +
-                                                    kv_head * p.v_scale_head_stride);
+        work.output_scale =
+            p.output_scale * scale_at(p.output_scale_device, 0) *
+            scale_at(p.v_scale, work.request * p.v_scale_request_stride + kv_head * p.v_scale_head_stride);
     }
     wait_barrier(shared.q_empty, phase ^ 1);
     if (elect_one()) {
@@ -252,16 +253,14 @@ DEVICE void convert_keys(const Params& p, SharedStorage& shared, bool finds) {
         if (work.request < 0) break;
         // Taken late, so that no work tile waits here while another CTA has none.
         const auto take_number = [&] {
-            if (!LOADS && finds && threadIdx.x % 32 == 0)
-                number = atomic_add_relaxed(counters_of(p), 1) + gridDim.x;
+            if (!LOADS && finds && threadIdx.x % 32 == 0) number = atomic_add_relaxed(counters_of(p), 1) + gridDim.x;
         };
         if (work.first == work.last) take_number();
-        load_and_convert<LOADS, HEAD_DIM>(
-            p, work, k, shared.k[0][0], shared.k_full, shared.k_empty, loaded, state, policy,
-            [&](uint32_t stage, uint32_t raw, int tile) {
-                if (tile == max(work.first, work.last - K_STAGES)) take_number();
-                convert_tile<HEAD_DIM, K_BOX_BYTES, false>(stage, raw, 0, 0);
-            });
+        load_and_convert<LOADS, HEAD_DIM>(p, work, k, shared.k[0][0], shared.k_full, shared.k_empty, loaded, state,
+                                          policy, [&](uint32_t stage, uint32_t raw, int tile) {
+                                              if (tile == max(work.first, work.last - K_STAGES)) take_number();
+                                              convert_tile<HEAD_DIM, K_BOX_BYTES, false>(stage, raw, 0, 0);
+                                          });
         if (!LOADS && finds) number = __shfl_sync(~0u, number, 0);
     }
     if (!LOADS && finds && threadIdx.x % 32 == 0) leave(p);
@@ -279,15 +278,15 @@ DEVICE void convert_values(const Params& p, SharedStorage& shared) {
         release(shared.q_empty);
         const WorkTile& work = shared.work[phase];
         if (work.request < 0) break;
-        load_and_convert<LOADS, VALUE_DIM>(
-            p, work, v, shared.v[0][0], shared.v_full, shared.v_empty, loaded, state, policy,
-            [&](uint32_t stage, uint32_t raw, int tile) {
-                const int low = first_key(p, work) - tile * TILE_TOKENS, high = work.kv_len - tile * TILE_TOKENS;
-                if (low <= 0 && high >= TILE_TOKENS)
-                    convert_tile<VALUE_DIM, V_BOX_BYTES, false>(stage, raw, low, high);
-                else
-                    convert_tile<VALUE_DIM, V_BOX_BYTES, true>(stage, raw, low, high);
-            });
+        load_and_convert<LOADS, VALUE_DIM>(p, work, v, shared.v[0][0], shared.v_full, shared.v_empty, loaded, state,
+                                           policy, [&](uint32_t stage, uint32_t raw, int tile) {
+                                               const int low = first_key(p, work) - tile * TILE_TOKENS,
+                                                         high = work.kv_len - tile * TILE_TOKENS;
+                                               if (low <= 0 && high >= TILE_TOKENS)
+                                                   convert_tile<VALUE_DIM, V_BOX_BYTES, false>(stage, raw, low, high);
+                                               else
+                                                   convert_tile<VALUE_DIM, V_BOX_BYTES, true>(stage, raw, low, high);
+                                           });
     }
 }
 #endif

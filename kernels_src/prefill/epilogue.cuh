@@ -77,7 +77,7 @@ struct Folded {
         }
     }
 
-  private:
+private:
     DEVICE static float4 folded(float4 before, float4 by, const Output& out, int i) {
         const segments::Fold first{by.x, by.y}, second{by.z, by.w};
         return make_float4(first(before.x, out[4 * i]), first(before.y, out[4 * i + 1]),

@@ -1,11 +1,12 @@
 // Merges the outputs of split keys (SPLIT_KEYS of context_attention.cu) by their log-sum-exp.
 //
-//   parts [tokens, splits, heads, columns], part_lses [tokens, splits, heads], fp32   -+--> out [tokens, heads, columns]
-//   sinks [heads], added once                                                         -+    lse [tokens, heads]
+//   parts [tokens, splits, heads, columns], fp32   -+
+//   part_lses [tokens, splits, heads], fp32        -+--> out [tokens, heads, columns]
+//   sinks [heads], added once                      -+    lse [tokens, heads]
 //
-// `1 << warps_log2` warps share a row, a token and a head: each adds every so many parts, whose loads are all in flight,
-// and the first adds the warps' sums in order. A part whose log-sum-exp is -inf saw no key. Rows of tokens in front of the
-// first request and behind the last one are left as they are.
+// `1 << warps_log2` warps share a row, a token and a head: each adds every so many parts, whose loads are all in
+// flight, and the first adds the warps' sums in order. A part whose log-sum-exp is -inf saw no key. Rows of tokens in
+// front of the first request and behind the last one are left as they are.
 //
 // Build: -DTO_FP16=0|1 (else bf16) -DKERNEL_NAME=symbol
 #include "../common/ptx.cuh"
@@ -94,8 +95,7 @@ DEVICE uint32_t pack(float low, float high) { return TO_FP16 ? pack_fp16(low, hi
 
 }  // namespace merge_parts
 
-extern "C" __global__ void __launch_bounds__(merge_parts::THREADS)
-    KERNEL_NAME(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(merge_parts::THREADS) KERNEL_NAME(const __grid_constant__ Params p) {
     using namespace merge_parts;
     __shared__ float4 sums[WARPS][MOST_COLUMNS / LANE_COLUMNS];
     wait_for_previous_grid();

@@ -16,8 +16,8 @@ template <class Part>
 using Place = Part;
 #endif
 
-// Loads the tiles of one of K and V into its pipeline, or into a buffer of e4m3 that takes one. COLUMNS are those of K or
-// V, a row of a TMA box has BOX_BYTES.
+// Loads the tiles of one of K and V into its pipeline, or into a buffer of e4m3 that takes one. COLUMNS are those of K
+// or V, a row of a TMA box has BOX_BYTES.
 template <int STAGES, int COLUMNS, int BOX_BYTES>
 struct TileLoader {
     static constexpr int BOXES = COLUMNS * KV_BYTES / BOX_BYTES, BOX_COLUMNS = BOX_BYTES / KV_BYTES;

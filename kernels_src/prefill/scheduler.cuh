@@ -55,9 +55,7 @@ DEVICE void report_clamped(const Params& p, int thread, int threads) {
 
 DEVICE int level_of(int kv_len) { return 31 - __clz((kv_len + TILE_TOKENS - 1) / TILE_TOKENS | 1); }
 
-DEVICE int row_tiles_of(const Params& p, int q_len) {
-    return ((q_len << p.packed_log2) + ROWS - 1) / ROWS;
-}
+DEVICE int row_tiles_of(const Params& p, int q_len) { return ((q_len << p.packed_log2) + ROWS - 1) / ROWS; }
 
 // A warp's place in the list of work tiles.
 struct Schedule {
@@ -99,7 +97,7 @@ struct Schedule {
         return false;
     }
 
-  private:
+private:
     // The row tile and head pack of work tile `index` of a request, and the keys that it sees.
     DEVICE static void place(const Params& p, int index, WorkTile& work) {
         const int row_tiles = row_tiles_of(p, work.q_len);

@@ -52,8 +52,8 @@ DEVICE void clear(Output& out) {
             for (int i = 0; i < 4; ++i) out[n][d][i] = 0.f;
 }
 
-// The queries of a work tile as fragments of the B operand, in registers or shared memory; k = 2 (lane % 4) + {0, 1} and
-// those + 8, or for e4m3 keys 4 (lane % 4) + {0, 1, 2, 3}.
+// The queries of a work tile as fragments of the B operand, in registers or shared memory; k = 2 (lane % 4) + {0, 1}
+// and those + 8, or for e4m3 keys 4 (lane % 4) + {0, 1, 2, 3}.
 struct Queries {
     uint2 own[QUERY_IN_SHARED ? 1 : ROW_TILES][QUERY_IN_SHARED ? 1 : K_STEPS];
 
@@ -64,9 +64,9 @@ struct Queries {
         const auto fragment = [&](const char* row, bool exists, int step) {
             const char* at = row + step * 32 + lane % 4 * (KV_E4M3 ? 8 : 4);
             if constexpr (KV_E4M3) return exists ? *reinterpret_cast<const uint2*>(at) : make_uint2(0, 0);
-            return exists ? make_uint2(*reinterpret_cast<const uint32_t*>(at),
-                                       *reinterpret_cast<const uint32_t*>(at + 16))
-                          : make_uint2(0, 0);
+            return exists
+                       ? make_uint2(*reinterpret_cast<const uint32_t*>(at), *reinterpret_cast<const uint32_t*>(at + 16))
+                       : make_uint2(0, 0);
         };
         const int first = QUERY_IN_SHARED ? warp : 0, step_rows = QUERY_IN_SHARED ? CONSUMER_WARPS : 1;
 #pragma unroll
@@ -211,8 +211,8 @@ DEVICE void tell_probabilities(Scores& s, float scale, int turn, Exchange& excha
 }
 static_assert(BLOCKS == 2, "four matrices of 8 tokens");
 
-// O^T += V^T P^T for the warp's dims; with EDGE only over tokens in [low, high). The others may hold NaN, and 0 x NaN is
-// NaN, so their bits are masked to zero.
+// O^T += V^T P^T for the warp's dims; with EDGE only over tokens in [low, high). The others may hold NaN, and 0 x NaN
+// is NaN, so their bits are masked to zero.
 template <bool EDGE>
 DEVICE void multiply_values(uint32_t stage, int low, int high, const uint16_t (*probability)[TILE_TOKENS + 8],
                             Output& out) {
@@ -355,8 +355,7 @@ DEVICE void finish(const Params& p, const WorkTile& work, float scale, float out
 #pragma unroll
             for (int i = 0; i < 4; ++i)
                 shared.merge[0][first_team_row() + row_of_value(n, i % 2)]
-                            [warp_of_team() * WARP_DIMS + d * 16 + dim_of_value(i / 2)] =
-                    folded.out[n][d][i];
+                            [warp_of_team() * WARP_DIMS + d * 16 + dim_of_value(i / 2)] = folded.out[n][d][i];
     const int own = first_team_row() + RowSums::row();
     if (RowSums::has_row() && threadIdx.x % 4 == 0 && own < rows.count) {
         const RowCoordinates at = coordinates_of(p, rows.first + own);
@@ -399,12 +398,12 @@ DEVICE void fold_partials(const Params& p, const WorkRange& range, const WorkTil
     const auto load_statistics = [&](int slot) {
 #pragma unroll
         for (int i = 0; i < OWN_ROWS; ++i)
-            statistics[i] = slot < 0 ? make_float2(-INFINITY, 0.f)
-                                     : __ldcg(static_cast<const float2*>(p.partial_statistics) +
-                                              slot_row(slot, first_own + i));
+            statistics[i] =
+                slot < 0 ? make_float2(-INFINITY, 0.f)
+                         : __ldcg(static_cast<const float2*>(p.partial_statistics) + slot_row(slot, first_own + i));
     };
     float4 loaded[IN_FLIGHT][ROW_TILES][DIM_BLOCKS];
-    const auto load = [&](float4 (&to)[ROW_TILES][DIM_BLOCKS], int slot) {
+    const auto load = [&](float4(&to)[ROW_TILES][DIM_BLOCKS], int slot) {
 #pragma unroll
         for (int n = 0; n < ROW_TILES; ++n)
 #pragma unroll
@@ -459,7 +458,7 @@ DEVICE void fold_partials(const Params& p, const WorkRange& range, const WorkTil
                     const segments::Fold by[2] = {{both.x, both.y}, {both.z, both.w}};
 #pragma unroll
                     for (int d = 0; d < DIM_BLOCKS; ++d) {
-                        float(&out)[4] = folded.out[n][d];
+                        float (&out)[4] = folded.out[n][d];
                         const float4 part = loaded[l][n][d];
                         out[0] = by[0](out[0], part.x), out[1] = by[1](out[1], part.y);
                         out[2] = by[0](out[2], part.z), out[3] = by[1](out[3], part.w);
@@ -570,8 +569,7 @@ DEVICE void consume(const Params& p, const WorkRange& range, SharedStorage& shar
             if (tile + 1 < end) tell_probabilities(s, scale.log2, turn ^ 1, exchange, maximum, factor);
         }
         if (is_prefix) {
-            if (work.last == r.kv_tiles)
-                return finish(p, work, scale.log2, output_scale, folded, sums.folded, shared);
+            if (work.last == r.kv_tiles) return finish(p, work, scale.log2, output_scale, folded, sums.folded, shared);
             write_partial(p, first_slot(p, range, range.cta_group), work, folded.out, sums.folded);
         }
         // Also: all have read what the warps told each other, and what the rows see.

@@ -3,9 +3,9 @@
 // last are in flight together.
 //
 // Two warpgroups have 64 of 128 rows each and issue their products in turn, so that one's softmax overlaps with the
-// other's products. Or, with 64 rows (HALVES), they multiply the keys of half of a tile's tokens each, then the values of all tokens and half of
-// the columns. Between, they tell each other maxima, sums and probabilities through shared memory; the second goes on
-// with the sums where the first ends. Three barriers a tile:
+// other's products. Or, with 64 rows (HALVES), they multiply the keys of half of a tile's tokens each, then the values
+// of all tokens and half of the columns. Between, they tell each other maxima, sums and probabilities through shared
+// memory; the second goes on with the sums where the first ends. Three barriers a tile:
 //
 //   scores --> maxima --(1)--> probabilities --(2: last tile's have been read)--> shared memory --(3)--> output
 //
@@ -108,9 +108,8 @@ DEVICE void load_queries(const Params& p, const WorkTile& work, SharedStorage& s
 #pragma unroll 2
     for (int i = threadIdx.x; i < ROWS * WORDS; i += CONSUMERS) {
         const int row = i / WORDS, byte = i % WORDS * 4, column = byte / 16;
-        const uint32_t word = row < work.rows.count
-                                  ? *reinterpret_cast<const uint32_t*>(query_row(p, work, row) + byte)
-                                  : 0;
+        const uint32_t word =
+            row < work.rows.count ? *reinterpret_cast<const uint32_t*>(query_row(p, work, row) + byte) : 0;
         *reinterpret_cast<uint32_t*>(&shared.query_tile[column / 8 * QUERY_SPAN_BYTES + row * PRODUCT_SPAN +
                                                         ((column ^ row) % 8) * 16 + byte % 16]) = word;
     }
@@ -176,9 +175,9 @@ DEVICE void multiply_values(uint64_t probability, uint64_t v, Output& out) {
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < TILE_TOKENS / 16; ++step)
-        wgmma_add<MMA_FP16, 0, COLUMNS>(
-            out, advance_descriptor(probability, step / 4 * QUERY_SPAN_BYTES + step % 4 * 32),
-            advance_descriptor(v, step * 16 * PRODUCT_SPAN));
+        wgmma_add<MMA_FP16, 0, COLUMNS>(out,
+                                        advance_descriptor(probability, step / 4 * QUERY_SPAN_BYTES + step % 4 * 32),
+                                        advance_descriptor(v, step * 16 * PRODUCT_SPAN));
     wgmma_commit();
 }
 
@@ -214,7 +213,7 @@ struct Half {
         }
 #pragma unroll
         for (int first = 0; first < CELLS; first += CHAIN) {
-            float(&chain)[4] = chains[first / CHAIN];
+            float (&chain)[4] = chains[first / CHAIN];
 #pragma unroll
             for (int i = 0; i < CHAIN; ++i) {
                 float& cell = s[first + i];
@@ -472,7 +471,7 @@ DEVICE void consume(const Params& p, const WorkRange& range, SharedStorage& shar
 #pragma unroll
             for (int i = 0; i < 2; ++i) segment.sum[i] = segments::segment_sum(segment.sum[i]);
             if constexpr (HALVES) {
-                float(&sums)[ROWS] = shared.halves[0].segment_sum[tile % 2];
+                float (&sums)[ROWS] = shared.halves[0].segment_sum[tile % 2];
                 if (warpgroup() == 1 && threadIdx.x % 4 == 0)
 #pragma unroll
                     for (int i = 0; i < 2; ++i) sums[row_of_value(i)] = segment.sum[i];

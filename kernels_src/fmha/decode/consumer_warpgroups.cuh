@@ -139,8 +139,8 @@ DEVICE uint32_t visible_keys(int first, int begin, int prefix, DraftMask mask) {
     const int drafts = prefix - first;
     uint32_t low = static_cast<uint32_t>(mask), high = static_cast<uint32_t>(mask >> 32);
     if (drafts <= -32) low = high, high = 0;
-    const uint32_t moved =
-        drafts >= 0 ? __funnelshift_lc(0, low, drafts) : __funnelshift_rc(low, high, -drafts - (drafts <= -32 ? 32 : 0));
+    const uint32_t moved = drafts >= 0 ? __funnelshift_lc(0, low, drafts)
+                                       : __funnelshift_rc(low, high, -drafts - (drafts <= -32 ? 32 : 0));
     return (low_bits(drafts) | moved) & ~low_bits(begin - first);
 }
 

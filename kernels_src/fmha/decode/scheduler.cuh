@@ -220,8 +220,8 @@ DEVICE void for_each_work_tile(const Params& p, const WorkRange& range, Visit vi
 }
 
 #if SEGMENTS
-// Where partials of the segments lie in the workspace: a CTA has `splits` slots, the first for what it folded from segment
-// 0 on, the others for the segments of the output tile in whose middle its range begins.
+// Where partials of the segments lie in the workspace: a CTA has `splits` slots, the first for what it folded from
+// segment 0 on, the others for the segments of the output tile in whose middle its range begins.
 DEVICE int first_slot(const Params& p, const WorkRange& range, int cta_group) {
     return (cta_group * p.cta_group_size + range.cta_rank) * p.splits;
 }
@@ -277,8 +277,7 @@ struct Partials {
 
     DEVICE Partials(const Params& p, const WorkRange& range, const WorkTile& work)
         : p(p), range(range), work(work), cta_group(stream_k::cta_group_of(range, work.space_offset)),
-          joined(segments_before(cta_group + 1)),
-          count(1 + DecodeTiling::split_count(p, work.request) - joined) {}
+          joined(segments_before(cta_group + 1)), count(1 + DecodeTiling::split_count(p, work.request) - joined) {}
 
     // Those of the output tile that begin before a CTA group's range.
     DEVICE int segments_before(int group) const {

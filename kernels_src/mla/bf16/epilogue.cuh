@@ -41,7 +41,7 @@ DEVICE void store_rows(const Params& p, const OutputRows& rows, const float (&ou
             for (int i = 0; i < 4; ++i)
                 pairs[i] = pack_two<TYPE>(out[4 * (j + i) + 2 * half] * rows.factor[half],
                                           out[4 * (j + i) + 2 * half + 1] * rows.factor[half]);
-                // Lane l of four collects the pairs of group j + l, in two rounds of exchanges.
+            // Lane l of four collects the pairs of group j + l, in two rounds of exchanges.
 #pragma unroll
             for (int step = 1; step < 4; step *= 2) {
 #pragma unroll

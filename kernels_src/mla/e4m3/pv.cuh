@@ -12,8 +12,8 @@ constexpr int PRODUCTS = TILE_TOKENS / 16 * CHUNK_PAIRS * 2;
 constexpr int IN_FLIGHT = 3;
 constexpr int CELLS = ROWS / 2;  // of a chunk, of a thread
 
-// A thread has columns 2 (lane / 4) + {0, 1} of each chunk and rows 8 j + 2 (lane % 4) + {0, 1}: out[chunk * CELLS + 4 j +
-// 2 * column + row].
+// A thread has columns 2 (lane / 4) + {0, 1} of each chunk and rows 8 j + 2 (lane % 4) + {0, 1}:
+// out[chunk * CELLS + 4 j + 2 * column + row].
 constexpr int OUTPUTS = CHUNK_PAIRS * 2 * CELLS;
 using Output = float[OUTPUTS];
 
@@ -31,7 +31,8 @@ DEVICE void load_values(uint32_t (&raw)[4], uint32_t lane_offset, int group) {
 DEVICE uint32_t lane_offset_in_tile() {
     const int lane = threadIdx.x % 32, token = lane % 16;
     const int column = threadIdx.x / 32 * WARP_COLUMNS, chunk = column % BOX_COLUMNS / CHUNK + lane / 16;
-    return (FIRST_VALUE_BOX + column / BOX_COLUMNS) * RAW_BOX_BYTES + token * BOX_COLUMNS + (chunk ^ (token / 2 % 4)) * CHUNK;
+    return (FIRST_VALUE_BOX + column / BOX_COLUMNS) * RAW_BOX_BYTES + token * BOX_COLUMNS +
+           (chunk ^ (token / 2 % 4)) * CHUNK;
 }
 
 // Pairs of columns of two tokens.
@@ -107,7 +108,7 @@ DEVICE void multiply_tile(SharedStorage& shared, PipelineState<STAGES>& tiles, c
 #pragma unroll
     for (int i = 0; i < PRODUCTS; ++i) {
         const int group = i / 2, step = group / CHUNK_PAIRS;
-        uint32_t(&own)[4] = a[i % IN_FLIGHT];
+        uint32_t (&own)[4] = a[i % IN_FLIGHT];
         if (i % (2 * CHUNK_PAIRS) == 0) load_value_factors(handoff, step, factors);
         if (i >= IN_FLIGHT) wgmma_wait<IN_FLIGHT - 1>();
         if (i % 2 == 0 && valid < TILE_TOKENS) clear_values(raw, valid - step * 16);
@@ -212,7 +213,8 @@ DEVICE void store_partial(const Params& p, const TileHandoff& from, const Output
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const RowScale low = row_scale(out, 2 * rows, i), high = row_scale(out, 2 * rows + 1, i);
-            if (lane < 4) scales[row_place(rows * 16 + i)] = low.scale, scales[row_place(rows * 16 + 8 + i)] = high.scale;
+            if (lane < 4)
+                scales[row_place(rows * 16 + i)] = low.scale, scales[row_place(rows * 16 + 8 + i)] = high.scale;
 #pragma unroll
             for (int chunk = 0; chunk < WARP_COLUMNS / CHUNK; ++chunk) {
                 const float* const own = &out[chunk * CELLS + 8 * rows + i];

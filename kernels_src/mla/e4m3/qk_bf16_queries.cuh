@@ -27,7 +27,7 @@ struct Keys {
 DEVICE void multiply_keys(uint32_t keys, uint64_t queries, Keys& k, Scores& s) {
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
-        uint32_t(&a)[4] = k.a[step % KEYS_IN_FLIGHT];
+        uint32_t (&a)[4] = k.a[step % KEYS_IN_FLIGHT];
         if (step >= KEYS_IN_FLIGHT) wgmma_wait<KEYS_IN_FLIGHT - 1>();
 #pragma unroll
         for (int i = 0; i < 2; ++i) e4m3_to_fp16(k.raw[step / 2 % 2][step % 2 * 2 + i], a[i], a[2 + i]);

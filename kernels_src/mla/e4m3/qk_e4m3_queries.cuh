@@ -49,8 +49,8 @@ DEVICE uint32_t load_word(const char* address, bool exists) {
 DEVICE void load_queries(const Params& p, const WorkTile& work, SharedStorage& shared, int row, Queries& q) {
     named_barrier_sync<WARPGROUP>(QK_BARRIER);  // no warp multiplies the previous work tile's queries any more
     copy_queries(p, work, shared);
-    // A quad of lanes finds where its two rows begin, and their rope columns, which may lie in other memory: each lane one
-    // of the four, by the same code.
+    // A quad of lanes finds where its two rows begin, and their rope columns, which may lie in other memory: each lane
+    // one of the four, by the same code.
     const int lane = threadIdx.x % 32;
     int token[2], head[2];
 #pragma unroll

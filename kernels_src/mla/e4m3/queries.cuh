@@ -25,9 +25,9 @@ DEVICE void copy_queries(const Params& p, const WorkTile& work, SharedStorage& s
     __syncwarp();
 }
 
-// Converts the queries to fp16 in place, in the order of the bytes of keys (bf16_to_fp16_as_e4m3). A row is divided by the power of two that
-// brings its largest magnitude below 2; its scores are multiplied with it. The row also takes the sign of the softmax
-// scale.
+// Converts the queries to fp16 in place, in the order of the bytes of keys (bf16_to_fp16_as_e4m3). A row is divided by
+// the power of two that brings its largest magnitude below 2; its scores are multiplied with it. The row also takes the
+// sign of the softmax scale.
 DEVICE void load_queries(const Params& p, const WorkTile& work, SharedStorage& shared, uint32_t slot) {
     constexpr int GROUPS = KEY_BOXES;  // of 16 columns, of a lane
     constexpr int CONVERTED = SCALED ? GROUPS - 1 : GROUPS;  // rope columns stay bf16 beside scaled latent ones
@@ -64,8 +64,8 @@ DEVICE void load_queries(const Params& p, const WorkTile& work, SharedStorage& s
         for (int i = 0; i < 2; ++i) {
             const uint32_t at = (address ^ i * 16) + ROPE_BOX * BOX_BYTES, two = pack_bf16(factor, factor);
             const uint4 v = load_shared_uint4(at);
-            store_shared_uint4(at, make_uint4(multiply_bf16(v.x, two), multiply_bf16(v.y, two),
-                                              multiply_bf16(v.z, two), multiply_bf16(v.w, two)));
+            store_shared_uint4(at, make_uint4(multiply_bf16(v.x, two), multiply_bf16(v.y, two), multiply_bf16(v.z, two),
+                                              multiply_bf16(v.w, two)));
         }
 #endif
         // 0 x -inf is NaN

@@ -8,8 +8,8 @@
 namespace paged_mla_decode {
 
 #if SPARSE
-// A tile takes four stages, each of the 16 keys of a QK warp and of a step of the PV product, which release it soon: the
-// time of a tile follows from the keys that are in flight.
+// A tile takes four stages, each of the 16 keys of a QK warp and of a step of the PV product, which release it soon:
+// the time of a tile follows from the keys that are in flight.
 constexpr int STAGE_KEYS = 16, TILE_STAGES = TILE_TOKENS / STAGE_KEYS;
 constexpr int LIST_WARPS = 2;  // of which each fills every second stage
 #elif SEPARATE_VALUES
@@ -52,8 +52,8 @@ constexpr int SOFTMAX_WARPS = 2;
 constexpr int SCORE_PITCH = TILE_TOKENS * 4 + 16;  // bytes of a row of scores, padded against bank conflicts
 
 #if SPARSE
-// What the QK warpgroup publishes with the scores of a tile: for each key the exponent of its largest scale and 2 to the
-// negative exponent, and its scales divided by 2 to the exponent, in fp16.
+// What the QK warpgroup publishes with the scores of a tile: for each key the exponent of its largest scale and 2 to
+// the negative exponent, and its scales divided by 2 to the exponent, in fp16.
 struct alignas(16) KeyScales {
     float2 exponent[TILE_TOKENS];
     uint2 factors[TILE_TOKENS];

@@ -18,7 +18,8 @@ DEVICE void scale_probabilities(const Probabilities& p, int step, uint4& b) {
     const uint16_t* factors = p.value_factor[scale_block_of_warp()] + step * 16 + threadIdx.x % 4 * 2;
     const uint32_t low = *reinterpret_cast<const uint32_t*>(factors);
     const uint32_t high = *reinterpret_cast<const uint32_t*>(factors + 8);
-    b = make_uint4(multiply_fp16(b.x, low), multiply_fp16(b.y, high), multiply_fp16(b.z, low), multiply_fp16(b.w, high));
+    b = make_uint4(multiply_fp16(b.x, low), multiply_fp16(b.y, high), multiply_fp16(b.z, low),
+                   multiply_fp16(b.w, high));
 }
 
 DEVICE float block_factor(const Probabilities& p) { return p.block_factor[scale_block_of_warp()]; }
@@ -40,7 +41,7 @@ DEVICE void multiply_values(const uint32_t (&values)[STAGES_OF_TILE], int valid,
             b[step][n] = p.fragment[n][step][lane];
             scale_probabilities(p, step, b[step][n]);
         }
-    const auto add = [&](const uint32_t(&v)[4], int step, float(&to)[ROWS / 8][4]) {
+    const auto add = [&](const uint32_t (&v)[4], int step, float (&to)[ROWS / 8][4]) {
 #pragma unroll
         for (int n = 0; n < ROWS / 16; ++n) {
             multiply(to[2 * n], v, b[step][n].x, b[step][n].y);
@@ -68,7 +69,7 @@ DEVICE void multiply_values(const uint32_t (&values)[STAGES_OF_TILE], int valid,
         }
 #pragma unroll
         for (int j = 0; j < LOADS; ++j) {
-            uint32_t(&r)[4] = raw[step % 2][j];  // keys 0-7 of 16 bytes and of the next 16, then keys 8-15
+            uint32_t (&r)[4] = raw[step % 2][j];  // keys 0-7 of 16 bytes and of the next 16, then keys 8-15
             if constexpr (EDGE)
 #pragma unroll
                 for (int i = 0; i < 4; ++i) r[i] &= keep[i / 2];

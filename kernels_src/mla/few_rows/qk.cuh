@@ -15,16 +15,16 @@ DEVICE int key_warp(int warp) { return COLUMN_SHARES == 1 ? warp : warp % KEY_WA
 DEVICE int column_share(int warp) { return COLUMN_SHARES == 1 ? 0 : warp / KEY_WARPS; }
 DEVICE int first_row(int warp) { return column_share(warp) * 8; }
 
-// The 16 columns that a share multiplies in a step, as bytes in a row of queries: every second 16, since the sum of these
-// is what a chain of the other kernels adds up.
+// The 16 columns that a share multiplies in a step, as bytes in a row of queries: every second 16, since the sum of
+// these is what a chain of the other kernels adds up.
 DEVICE int query_byte(int step, int share) { return (step * COLUMN_SHARES + share) * 32; }
 
 using Scores = float[ROW_EIGHTS][4];  // for each 8 rows: keys lane / 4 and + 8, rows 2 (lane % 4) + {0, 1}
 
-// Converts queries to fp16 in place for an e4m3 cache, a quarter of the rows per warp, in the order of the bytes of keys
-// (bf16_to_fp16_as_e4m3). A bf16 row is divided by the power of two that brings its largest magnitude below 2; its scores
-// are multiplied with it. In loops: code that runs once per work tile is fetched from DRAM, and unrolled it took longer
-// than the first keys.
+// Converts queries to fp16 in place for an e4m3 cache, a quarter of the rows per warp, in the order of the bytes of
+// keys (bf16_to_fp16_as_e4m3). A bf16 row is divided by the power of two that brings its largest magnitude below 2; its
+// scores are multiplied with it. In loops: code that runs once per work tile is fetched from DRAM, and unrolled it took
+// longer than the first keys.
 DEVICE void convert_queries(const Params& p, const WorkTile& work, SharedStorage& shared, uint32_t stage, int warp) {
     constexpr int OWN = ROWS / QK_WARPS, ROUNDS = (STEPS + 31) / 32;
     const int lane = threadIdx.x % 32;
@@ -242,8 +242,9 @@ DEVICE void raise_maxima(const Scores& s, int warp, SharedStorage& shared, Proba
     raise_units(warp, shared, p, rows);
 }
 
-// Publishes the P^T of a tile to the PV warps, once all QK warps have published their checks; with scaled rows the caller
-// has waited for the stage. A warm-up runs through the code, and neither waits for other warps nor lets them go on.
+// Publishes the P^T of a tile to the PV warps, once all QK warps have published their checks; with scaled rows the
+// caller has waited for the stage. A warm-up runs through the code, and neither waits for other warps nor lets them go
+// on.
 DEVICE void publish_probabilities(Scores& s, int warp, const PipelineState<P_STAGES>& p_state, SharedStorage& shared,
                                   Rows& rows, bool warmup = false, bool warmup_raises = true) {
     const int lane = threadIdx.x % 32;

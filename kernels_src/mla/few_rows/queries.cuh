@@ -23,7 +23,11 @@ DEVICE void copy_queries(const Params& p, const WorkTile& work, uint32_t stage, 
     if (lane < (apart ? 2 * OWN : OWN) && row < work.rows)
         bulk_copy(stage + (ROWS == 16 ? row : row % 16) * QUERY_PITCH + (rope ? LATENT * item : 0),
                   static_cast<const char*>(rope ? rope_memory(p) : p.q) + query_offset(p, work, row, rope) * item,
-                  (rope ? ROPE : apart ? LATENT : COLUMNS) * item, full);
+                  (rope    ? ROPE
+                   : apart ? LATENT
+                           : COLUMNS) *
+                      item,
+                  full);
     __syncwarp();
 }
 

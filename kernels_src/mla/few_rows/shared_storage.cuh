@@ -10,8 +10,8 @@ namespace paged_mla_decode {
 static_assert((ROWS == 16 || (ROWS == 32 && SCALED)) && TILE_TOKENS == 64, "16 keys of each QK warp");
 #if SPARSE
 constexpr int STAGES_OF_TILE = 2;  // with half of its keys each
-// Of so many QK warps, each multiplies its share of the columns and has its eight of the rows afterwards. Scaled keys are
-// multiplied by a warpgroup, all columns.
+// Of so many QK warps, each multiplies its share of the columns and has its eight of the rows afterwards. Scaled keys
+// are multiplied by a warpgroup, all columns.
 constexpr int COLUMN_SHARES = SCALED ? 1 : 2, ROW_EIGHTS = ROWS / 8 / COLUMN_SHARES;
 constexpr int STAGE_BYTES = TILE_TOKENS / STAGES_OF_TILE * KEY_PITCH, STAGE_ALIGNMENT = 16;
 #else
@@ -75,9 +75,9 @@ struct ScoreCheck {
 };
 
 #if SPARSE
-// 16 rows of the output of a CTA consist of groups, which are what a warp product adds to: 16 columns of 8 rows. A CTA of
-// a cluster merges as many groups as any other; it is sent those of all CTAs, one CTA's after the other's, as lanes hold
-// them.
+// 16 rows of the output of a CTA consist of groups, which are what a warp product adds to: 16 columns of 8 rows. A CTA
+// of a cluster merges as many groups as any other; it is sent those of all CTAs, one CTA's after the other's, as lanes
+// hold them.
 constexpr int OUTPUT_GROUPS = LATENT / 16 * 2;
 static_assert(MAX_CLUSTER <= 2 * CONSUMER_WARPS, "the groups of a warp are merged by at most two CTAs");
 #endif
@@ -93,8 +93,8 @@ struct SharedStorage {
     uint32_t tile[STAGES];  // keys of the stage's tile (in both its stages), and LAST_TILE
     alignas(16) const void* rows_to_copy[ROW_RING];  // their addresses, in a ring
     alignas(16) float4 merge[OUTPUT_GROUPS][32];  // what the CTA merges
-    // Of each CTA of the cluster the rows' maxima and sums, and then, in their place, by what its sums are multiplied to
-    // be added to those of its neighbour, and with the first of two the weight of both.
+    // Of each CTA of the cluster the rows' maxima and sums, and then, in their place, by what its sums are multiplied
+    // to be added to those of its neighbour, and with the first of two the weight of both.
     alignas(16) float2 row_parts[MAX_CLUSTER][ROWS];
     alignas(8) float part_weights[CTA_PARTS][ROWS];  // of the CTA's parts, if there are two
     alignas(8) float factor_out[ROWS];  // by which sums are multiplied at last

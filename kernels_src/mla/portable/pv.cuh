@@ -6,8 +6,8 @@
 namespace paged_mla_decode {
 
 constexpr int COLUMN_TILES = WARP_COLUMNS / 16;
-// Of 16 rows and 16 columns, the even and the odd columns: a thread has rows lane / 4 + {0, 8}, and of each four columns
-// from 4 (lane % 4) on: out[row tile][column tile][column % 2][2 * (row / 8) + column / 2].
+// Of 16 rows and 16 columns, the even and the odd columns: a thread has rows lane / 4 + {0, 8}, and of each four
+// columns from 4 (lane % 4) on: out[row tile][column tile][column % 2][2 * (row / 8) + column / 2].
 using Output = float[ROW_TILES][COLUMN_TILES][2][4];
 
 // Tokens past the length may hold NaN, and 0 x NaN is NaN. `valid`: of 16 tokens.
@@ -53,8 +53,7 @@ DEVICE void multiply_values(const SharedStorage& shared, int stage, int valid, O
             for (int half = 0; half < 2; ++half) {
                 uint32_t b[2][2];  // [even or odd column][tokens]
 #pragma unroll
-                for (int i = 0; i < 2; ++i)
-                    e4m3_to_fp16(__byte_perm(raw[2 * half + i], 0, 0x3120), b[0][i], b[1][i]);
+                for (int i = 0; i < 2; ++i) e4m3_to_fp16(__byte_perm(raw[2 * half + i], 0, 0x3120), b[0][i], b[1][i]);
 #pragma unroll
                 for (int m = 0; m < ROW_TILES; ++m)
 #pragma unroll
@@ -89,8 +88,7 @@ DEVICE void store_rows(const Params& p, const WorkTile& work, const SharedStorag
         const int row = i / 2 * 16 + i % 2 * 8 + lane / 4;
         if (row >= work.rows) continue;
         const float2 own = row_statistics(shared, row);
-        const RowNormalisation norm =
-            normalise_row(p, own.x, own.y, (work.row_tile * ROWS + row) % p.heads, scale);
+        const RowNormalisation norm = normalise_row(p, own.x, own.y, (work.row_tile * ROWS + row) % p.heads, scale);
         if (column == 0) write_lse(p, work, row, norm.lse);
         const int64_t at = row_offset(work, row, p.heads, p.out_token_stride, p.out_head_stride) + column;
 #pragma unroll

@@ -18,9 +18,9 @@ DEVICE void add_shares(const AllScores& own, float scale, int warp, float4 (&par
     for (int i = 0; i < 4; ++i) s[0][i] = ((share == 0 ? own[0][i] : own[1][i]) + others[i]) * scale;
 }
 
-// The first pass is a warm-up, while the first keys are in flight: it fetches from DRAM the code that the first tile would
-// wait for, each warp a part of it. Its queries and keys are what memory for the merge holds, which nothing is sent to
-// before the warm-up ends.
+// The first pass is a warm-up, while the first keys are in flight: it fetches from DRAM the code that the first tile
+// would wait for, each warp a part of it. Its queries and keys are what memory for the merge holds, which nothing is
+// sent to before the warm-up ends.
 DEVICE void score(const Params& p, SharedStorage& shared) {
     const int lane = threadIdx.x % 32;
     const int warp = __shfl_sync(~0u, (threadIdx.x - FIRST_QK_THREAD) / 32, 0);

@@ -1,5 +1,5 @@
-// Output tiles of the sparse kernel in clusters: ROWS heads of a query token. A cluster of CTAs computes an output tile,
-// each CTA an equal share of the tiles of its list. Grid: CTAs of a cluster (a power of two), clusters.
+// Output tiles of the sparse kernel in clusters: ROWS heads of a query token. A cluster of CTAs computes an output
+// tile, each CTA an equal share of the tiles of its list. Grid: CTAs of a cluster (a power of two), clusters.
 #pragma once
 #include <type_traits>
 
@@ -80,8 +80,7 @@ struct TwoRows {
     float2 factor;
 
     DEVICE TwoRows(const Params& p, const WorkTile& work, int eight, const SharedStorage& shared)
-        : first(eight * 8 + threadIdx.x % 4 * 2),
-          exist(work.rows - first),
+        : first(eight * 8 + threadIdx.x % 4 * 2), exist(work.rows - first),
           at(work.request * p.out_token_stride + (work.row_tile * ROWS + first) * p.out_head_stride),
           factor(*reinterpret_cast<const float2*>(&shared.factor_out[first])) {}
 };
@@ -155,8 +154,8 @@ DEVICE void send_float4(uint32_t address, const float4& v, uint32_t barrier) {
         : "memory");
 }
 
-// Arrives for the warp at a barrier of another CTA, once its loads from the CTA's own memory have completed. A release at
-// the scope of a cluster would wait for all stores to global memory.
+// Arrives for the warp at a barrier of another CTA, once its loads from the CTA's own memory have completed. A release
+// at the scope of a cluster would wait for all stores to global memory.
 DEVICE void release_in_cta(uint64_t& barrier, int rank) {
     __syncwarp();
     if (threadIdx.x % 32 == 0)
@@ -171,8 +170,9 @@ DEVICE void release_in_cluster(uint64_t& barrier) {
     for (int rank = 0; rank < gridDim.x; ++rank) release_in_cta(barrier, rank);
 }
 
-// Sends the warp's groups of the first 16 rows to the CTA that merges them; what the CTA merges itself does not go through
-// the network of the cluster. In a warm-up the CTA is sent, by itself, what the other CTAs will send it: as many bytes.
+// Sends the warp's groups of the first 16 rows to the CTA that merges them; what the CTA merges itself does not go
+// through the network of the cluster. In a warm-up the CTA is sent, by itself, what the other CTAs will send it: as
+// many bytes.
 DEVICE void send_groups(int warp, const Output& out, SharedStorage& shared, bool warmup) {
     constexpr int GROUPS = 1 << WARP_GROUPS_LOG2, HALVES = MAX_CLUSTER > CONSUMER_WARPS ? 2 : 1, PART = GROUPS / HALVES;
     const int lane = threadIdx.x % 32, log2 = cluster_size_log2(), own = OUTPUT_GROUPS >> log2;

@@ -19,8 +19,8 @@ DEVICE void mask_missing(int valid, int warp, Scores& s) {
             if (key + i / 2 * 8 >= valid) s[n][i] = -INFINITY;
 }
 
-// Publishes maxima and sums at the end of a work tile, and of scaled rows units, once PV warps have read those of the tile
-// before. In a warm-up nobody reads them.
+// Publishes maxima and sums at the end of a work tile, and of scaled rows units, once PV warps have read those of the
+// tile before. In a warm-up nobody reads them.
 DEVICE void publish_sums(Rows& rows, int warp, uint32_t& sums_parity, SharedStorage& shared, bool warmup) {
     const int lane = threadIdx.x % 32;
     if (KV_E4M3 && !warmup) wait_barrier(shared.sums_empty, sums_parity ^ 1), sums_parity ^= 1;

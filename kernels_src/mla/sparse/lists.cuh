@@ -29,8 +29,9 @@ constexpr int ROWS_AT_ONCE = 4;
 // How many rows are copied for `count`: whole groups, since a condition for each row takes longer than its copy.
 DEVICE int copied_rows(int count) { return (count + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE * ROWS_AT_ONCE; }
 
-// Copies `count` rows, whole groups, to `stage` and on, whose addresses lie in shared memory. One lane copies all: operands
-// of a bulk copy are uniform registers, so that the compiler would copy the rows of lanes one by one in a loop.
+// Copies `count` rows, whole groups, to `stage` and on, whose addresses lie in shared memory. One lane copies all:
+// operands of a bulk copy are uniform registers, so that the compiler would copy the rows of lanes one by one in a
+// loop.
 DEVICE void copy_rows(uint32_t addresses, int count, uint32_t stage, uint32_t barrier, uint64_t policy) {
     const bool leads = elect_one();
 #pragma unroll 1
@@ -50,10 +51,10 @@ DEVICE void report_invalid_slot(const Params& p) {
     asm volatile("red.global.or.b32 [%0], %1;" ::"l"(p.status), "n"(STATUS_PAGE_OUTSIDE_POOL) : "memory");
 }
 
-// Calls `begin(work)` for each work tile, then `copy(head, count, last)` for each of its tiles, whose `count` rows begin at
-// `head` of the ring. Entries that name a row are put together in the list's order, so that only the last tile of a work
-// tile has fewer than TILE_TOKENS keys and holes cost no more than the reading of the list. WARPS warps walk the same
-// lists, each of which puts every so many-th RING_SHARE rows into the ring; one reports invalid slots.
+// Calls `begin(work)` for each work tile, then `copy(head, count, last)` for each of its tiles, whose `count` rows
+// begin at `head` of the ring. Entries that name a row are put together in the list's order, so that only the last tile
+// of a work tile has fewer than TILE_TOKENS keys and holes cost no more than the reading of the list. WARPS warps walk
+// the same lists, each of which puts every so many-th RING_SHARE rows into the ring; one reports invalid slots.
 template <int WARPS, class Iterator, class Begin, class Copy>
 DEVICE void walk_lists(const Params& p, Iterator work_tiles, const void** ring, int warp, Begin begin, Copy copy) {
     const int lane = threadIdx.x % 32;

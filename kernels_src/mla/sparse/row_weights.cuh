@@ -1,5 +1,5 @@
-// What the parts of an output tile are multiplied by when they are added up: a QK warp works it out, a row for each lane,
-// from the maxima and sums of the CTAs of a cluster, while PV warps compute the last tile.
+// What the parts of an output tile are multiplied by when they are added up: a QK warp works it out, a row for each
+// lane, from the maxima and sums of the CTAs of a cluster, while PV warps compute the last tile.
 #pragma once
 #include "cluster_tiles.cuh"
 
@@ -10,8 +10,7 @@ struct PairWeights {
     float maximum, low, high;
 
     DEVICE PairWeights(float low_maximum, float high_maximum)
-        : maximum(fmaxf(low_maximum, high_maximum)),
-          low(exp2_approximate(low_maximum - maximum)),
+        : maximum(fmaxf(low_maximum, high_maximum)), low(exp2_approximate(low_maximum - maximum)),
           high(exp2_approximate(high_maximum - maximum)) {}
     DEVICE float add(float low_sum, float high_sum) const {
         return add_product(__fmul_rn(low, low_sum), high, high_sum);

@@ -4,8 +4,9 @@
 
 namespace paged_mla_decode {
 
-// A row of the cache as it lies in memory: the latent columns, with e4m3 ones a float for each 128 of them by which they
-// are to be multiplied, then bf16 rope columns. In a stage, rows lie so far apart that no two of eight begin in one bank.
+// A row of the cache as it lies in memory: the latent columns, with e4m3 ones a float for each 128 of them by which
+// they are to be multiplied, then bf16 rope columns. In a stage, rows lie so far apart that no two of eight begin in
+// one bank.
 constexpr int SCALE_BYTE = LATENT;  // in a row
 constexpr int ROPE_BYTE = SCALE_BYTE + SCALE_BLOCKS * 4;
 constexpr int ROW_BYTES = KV_E4M3 ? ROPE_BYTE + ROPE * 2 : COLUMNS * 2;

@@ -1,8 +1,9 @@
-// QK warpgroup of the sparse kernel in CTA groups: S^T = K Q^T, stored to shared memory. As e4m3/qk_bf16_queries.cuh, with
-// scales for each 128 columns of a key and rope columns in bf16.
+// QK warpgroup of the sparse kernel in CTA groups: S^T = K Q^T, stored to shared memory. As e4m3/qk_bf16_queries.cuh,
+// with scales for each 128 columns of a key and rope columns in bf16.
 //
-// There are no registers for sums of each block of columns. A key's scales are divided by the power of two of the largest,
-// so that they multiply converted keys in fp16; rope columns are divided by it too, and scores are multiplied with it.
+// There are no registers for sums of each block of columns. A key's scales are divided by the power of two of the
+// largest, so that they multiply converted keys in fp16; rope columns are divided by it too, and scores are multiplied
+// with it.
 #pragma once
 #include "../e4m3/queries.cuh"
 #include "rows.cuh"
@@ -68,7 +69,8 @@ struct FragmentFactors {
     }
 };
 
-// S^T = K Q^T, the last products still in flight on return. `keys` is the lane's address in the stage of its warp's keys.
+// S^T = K Q^T, the last products still in flight on return. `keys` is the lane's address in the stage of its warp's
+// keys.
 DEVICE void multiply_keys(uint32_t keys, uint64_t queries, const OwnScales& own, KeyScores& s) {
     const FragmentFactors factors(own);
     uint32_t raw[2][4], a[KEYS_IN_FLIGHT][4];
@@ -79,10 +81,10 @@ DEVICE void multiply_keys(uint32_t keys, uint64_t queries, const OwnScales& own,
     load(1);
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
-        uint32_t(&k)[4] = a[step % KEYS_IN_FLIGHT];
+        uint32_t (&k)[4] = a[step % KEYS_IN_FLIGHT];
         const int block = step / BLOCK_STEPS;
         const int own_load = step < LATENT_STEPS ? step / 2 : LATENT_LOADS + step - LATENT_STEPS;
-        const uint32_t(&from)[4] = raw[own_load % 2];
+        const uint32_t (&from)[4] = raw[own_load % 2];
         if (step >= KEYS_IN_FLIGHT) wgmma_wait<KEYS_IN_FLIGHT - 1>();
         if (step < LATENT_STEPS) {
 #pragma unroll

@@ -1,12 +1,13 @@
 // Queries of the sparse kernel for rows with scales: from stages of the pipeline to the B operand. PV warps, which have
-// nothing else to do, convert those of the first output tile while QK warps fetch their code; QK warps convert the others.
+// nothing else to do, convert those of the first output tile while QK warps fetch their code; QK warps convert the
+// others.
 #pragma once
 #include "cluster_tiles.cuh"
 
 namespace paged_mla_decode {
 
-// Converts queries, of which each of WARPS warps has an equal share: latent columns to fp16 as convert_queries does, rope
-// columns stay bf16. Rows that do not exist become zero.
+// Converts queries, of which each of WARPS warps has an equal share: latent columns to fp16 as convert_queries does,
+// rope columns stay bf16. Rows that do not exist become zero.
 template <int WARPS>
 DEVICE void convert_scaled_queries(PipelineState<STAGES> state, int rows, SharedStorage& shared, int warp) {
     constexpr int OWN = ROWS / WARPS;

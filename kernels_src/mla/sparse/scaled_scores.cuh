@@ -13,9 +13,9 @@ constexpr int ROPE_STEPS = ROPE / 16;
 static_assert(SCALE_BLOCKS == 4, "the scales of a key are one load");
 static_assert(ROPE_STEPS == 2 * GROUP_LOADS);
 
-// Scores of 16 keys per warp. While a group's products are in flight, the keys of the next are converted, and before the
-// first are, `meanwhile` is called. `row` is the address of the lane's key in the tile, as ldmatrix takes it; `scales` that
-// of the scales of its scores' first key.
+// Scores of 16 keys per warp. While a group's products are in flight, the keys of the next are converted, and before
+// the first are, `meanwhile` is called. `row` is the address of the lane's key in the tile, as ldmatrix takes it;
+// `scales` that of the scales of its scores' first key.
 template <class Meanwhile>
 DEVICE void multiply_scaled_keys(uint32_t row, uint32_t scales, const SharedStorage& shared, float scale_log2,
                                  Scores& s, Meanwhile meanwhile) {

@@ -1,8 +1,8 @@
 // Softmax of the sparse kernel for scaled rows: two warps, from scores in shared memory to P in shared memory, as
 // e4m3/softmax_warps.cuh, with as many threads for a row as there are.
 //
-// Values are still to be multiplied with the power of two of their key, which goes to P: with e the key's exponent, P is
-// 2^(scaled S + e - maximum), the maximum that of scaled S + e, and the sum adds P 2^-e.
+// Values are still to be multiplied with the power of two of their key, which goes to P: with e the key's exponent, P
+// is 2^(scaled S + e - maximum), the maximum that of scaled S + e, and the sum adds P 2^-e.
 #pragma once
 #include "../e4m3/handoff.cuh"
 
@@ -80,8 +80,8 @@ DEVICE float largest_weight(const RowPart& row) {
                      : "=f"(own.x), "=f"(own.y)
                      : "r"(row.scores + pair * 8)
                      : "memory");
-        top = fmaxf(top, fmaxf(fmaf(own.x, row.scale, __uint_as_float(key.x)),
-                               fmaf(own.y, row.scale, __uint_as_float(key.z))));
+        top = fmaxf(
+            top, fmaxf(fmaf(own.x, row.scale, __uint_as_float(key.x)), fmaf(own.y, row.scale, __uint_as_float(key.z))));
     }
     return largest_of_row(top);
 }

@@ -16,8 +16,7 @@ DEVICE void copy_rows_of_token(const Params& p, const WorkTile& work, uint32_t t
 #pragma unroll 6
         for (int i = 0; i < CHUNKS / 4; ++i)
             cp_async_16_zero_fill(address + i / 2 * BOX_BYTES + ((i % 2 * 4 + thread % 4) ^ (row % 8)) * 16,
-                                  source + i * 64,
-                                  exists && (COLUMNS % BOX_COLUMNS == 0 || i * 32 < COLUMNS) ? 16 : 0);
+                                  source + i * 64, exists && (COLUMNS % BOX_COLUMNS == 0 || i * 32 < COLUMNS) ? 16 : 0);
     }
 }
 
