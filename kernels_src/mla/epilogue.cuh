@@ -118,16 +118,11 @@ DEVICE float split_weight(float maximum, float top, float scale) {
     return __fmul_rn(exp2_approximate(maximum - top), scale);
 }
 
-// A warp merges units: four rows, whose statistics lie together, of 2^blocks_log2 blocks of columns. Its shared memory
-// has room for MERGED_BLOCKS blocks, and for the four rows' maxima and sums, then scales, which become weights, of as
-// many splits.
-constexpr int MERGE_COLUMNS = 32;  // of a block
-constexpr int BLOCK_BYTES = 4 * MERGE_COLUMNS * sizeof(uint16_t);
-constexpr int SPLIT_WEIGHTS = 4 * sizeof(float2), SPLIT_BYTES = SPLIT_WEIGHTS + 4 * sizeof(float);
-static_assert(SCALE_COLUMNS % MERGE_COLUMNS == 0 && MERGE_BYTES == MERGED_BLOCKS * (BLOCK_BYTES + SPLIT_BYTES));
+static_assert(SCALE_COLUMNS % MERGE_COLUMNS == 0, "a block has one scale");
 
 DEVICE constexpr int log2_of(int power) { return power == 1 ? 0 : 1 + log2_of(power / 2); }
 
+// What a warp merges at a time: four rows, whose statistics lie together, of 2^blocks_log2 blocks of columns.
 struct MergeUnit {
     int first_row, column;
 

@@ -44,10 +44,13 @@ constexpr int ROW_BYTES_LOG2 = (BOX_COLUMNS == 128 ? 7 : 6) + !KV_E4M3;  // of a
 #endif
 constexpr int CONSUMERS = ROWS == 64 ? 256 : OUTPUT_COLUMNS / 2;  // threads that hold the output
 
-// Shared memory of each consumer warp for the merge, reused once all KV tiles are processed: so many blocks of
-// four rows and 32 columns, and the statistics of as many splits.
+// Shared memory of each consumer warp for the merge, reused once all KV tiles are processed: MERGED_BLOCKS blocks of
+// four rows, and of as many splits the rows' maxima and sums, then their scales, which become weights.
 constexpr int MERGED_BLOCKS = TILE_TOKENS < 64 ? 16 : 32;
-constexpr int MERGE_BYTES = MERGED_BLOCKS * (256 + 48);
+constexpr int MERGE_COLUMNS = 32;  // of a block
+constexpr int BLOCK_BYTES = 4 * MERGE_COLUMNS * sizeof(uint16_t);
+constexpr int SPLIT_WEIGHTS = 4 * sizeof(float2), SPLIT_BYTES = SPLIT_WEIGHTS + 4 * sizeof(float);
+constexpr int MERGE_BYTES = MERGED_BLOCKS * (BLOCK_BYTES + SPLIT_BYTES);
 
 // Below every maximum that counts; finite, so that the difference of two of them is 0 and not NaN.
 constexpr float LOWEST = -1e30f;

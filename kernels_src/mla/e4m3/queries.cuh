@@ -79,9 +79,7 @@ DEVICE void load_queries(const Params& p, const WorkTile& work, SharedStorage& s
 DEVICE void write_scores(uint32_t address, const float (&s)[ROWS / 2]) {
 #pragma unroll
     for (int i = 0; i < ROWS / 2; ++i)
-        asm volatile("st.shared.f32 [%0], %1;" ::"r"(address + (i / 4 * 8 + i % 2) * SCORE_PITCH + i / 2 % 2 * 32),
-                     "f"(s[i])
-                     : "memory");
+        store_shared_float(address + (i / 4 * 8 + i % 2) * SCORE_PITCH + i / 2 % 2 * 32, s[i]);
 }
 
 DEVICE uint32_t lane_offset_of_scores() {

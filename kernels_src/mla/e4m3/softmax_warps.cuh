@@ -50,8 +50,7 @@ DEVICE void mask_scores(uint32_t scores, int first, uint32_t visible) {
 #pragma unroll 1
     for (int key = max(0, -first); key < TILE_TOKENS; ++key) {
         const int draft = first + key;
-        if (draft >= 32 || !(visible >> draft & 1))
-            asm volatile("st.shared.f32 [%0], %1;" ::"r"(scores + key * 4), "f"(-INFINITY) : "memory");
+        if (draft >= 32 || !(visible >> draft & 1)) store_shared_float(scores + key * 4, -INFINITY);
     }
 }
 

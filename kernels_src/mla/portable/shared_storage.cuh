@@ -20,9 +20,6 @@ constexpr int QUERY_BOX_BYTES = ROWS * ROW_BYTES;
 constexpr int P_ROW_BYTES = TILE_TOKENS * 2;
 static_assert(P_ROW_BYTES == ROW_BYTES, "one swizzle for all");
 
-// Of all that tiles need but barriers.
-constexpr int TILE_BYTES = STAGES * BOXES * KV_BOX_BYTES + BOXES * QUERY_BOX_BYTES + ROWS * P_ROW_BYTES +
-                           ((KEY_WARPS + 2) * ROWS + ROW_TILES) * 4;
 struct SharedStorage {
     alignas(1024) char kv[STAGES][BOXES][KV_BOX_BYTES];
     alignas(1024) char q[BOXES][QUERY_BOX_BYTES];
@@ -34,7 +31,7 @@ struct SharedStorage {
     alignas(8) uint64_t full[STAGES];
     WorkRange range;
 };
-static_assert(TILE_BYTES >= WARPS * MERGE_BYTES, "partials are merged there");
+static_assert(sizeof(SharedStorage::kv) + sizeof(SharedStorage::q) >= WARPS * MERGE_BYTES);
 static_assert(sizeof(SharedStorage) <= 99 << 10, "what a CTA of SM120 can have");
 
 // The offset of 16 bytes of a row in 64-byte rows with the 64-byte swizzle.

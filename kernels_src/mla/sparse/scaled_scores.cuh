@@ -100,11 +100,7 @@ DEVICE void multiply_scaled_keys(uint32_t row, uint32_t scales, const SharedStor
 
 // The scales of the lane's key, whose row begins at `key`, of two blocks; 0 if there is no such key.
 DEVICE void load_scales(uint32_t key, bool exists, float (&scale)[2]) {
-    float2 two;
-    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
-                 : "=f"(two.x), "=f"(two.y)
-                 : "r"(key + SCALE_BYTE + scale_block() * 4)
-                 : "memory");
+    const float2 two = load_shared_float2(key + SCALE_BYTE + scale_block() * 4);
     scale[0] = exists ? two.x : 0.f, scale[1] = exists ? two.y : 0.f;
 }
 

@@ -75,11 +75,7 @@ DEVICE float largest_weight(const RowPart& row) {
     for (int i = 0; i < ROW_CHUNKS * 4; ++i) {
         const int pair = i / 4 * ROW_THREADS * 4 + i % 4;
         const uint4 key = load_shared_uint4(row.exponents + pair * 16);
-        float2 own;
-        asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
-                     : "=f"(own.x), "=f"(own.y)
-                     : "r"(row.scores + pair * 8)
-                     : "memory");
+        const float2 own = load_shared_float2(row.scores + pair * 8);
         top = fmaxf(
             top, fmaxf(fmaf(own.x, row.scale, __uint_as_float(key.x)), fmaf(own.y, row.scale, __uint_as_float(key.z))));
     }
@@ -91,8 +87,7 @@ DEVICE void mask_missing(const RowPart& row, int existing) {
 #pragma unroll 1
     for (int i = 0; i < ROW_CHUNKS * 8; ++i) {
         const int key = i / 8 * ROW_THREADS * 8 + i % 8;
-        if (key + static_cast<int>(row.part) * 8 >= existing)
-            asm volatile("st.shared.f32 [%0], %1;" ::"r"(row.scores + key * 4), "f"(-INFINITY) : "memory");
+        if (key + static_cast<int>(row.part) * 8 >= existing) store_shared_float(row.scores + key * 4, -INFINITY);
     }
 }
 
