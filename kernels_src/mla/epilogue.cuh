@@ -294,29 +294,22 @@ DEVICE void merge_output_tile(const Params& p, const WorkTile& work, uint32_t ar
     const uint32_t units = (work.rows + 15) / 16 * 4 * (LATENT / MERGE_COLUMNS >> blocks_log2);
     uint32_t before = 0, unit = 0;
     bool complete = false;
-    // The first pass is a warm-up that fetches the code from DRAM while other partials are still being written. It
-    // reads a block of this CTA's own.
-    for (bool warmup = true;; warmup = false) {
-        WorkTile same = work;
-        if (warmup) {
-            same.splits.base = work.splits.slot(work.splits.index) - work.splits.odd_first;
-            same.splits.count = 1, same.rows = 0;
-        }
-        // Takes the next ticket while this unit is merged, unless that would take another warp's only one.
-        const bool early = units > work.splits.count * WARPS;
-        if (lane == 0 && !warmup && early) before = atomic_add_relaxed(counter, TICKET);
-        merge_unit(p, same, warmup ? 0 : blocks_log2, unit, area);
-        if (lane == 0 && warmup) {
-            const int64_t begin = clock64();
-            do {
-                complete = (load_acquire(counter) & ARRIVALS) == work.splits.count;
-            } while (!complete && clock64() - begin < MERGE_WAIT_CYCLES);
-            before = atomic_add_relaxed(counter, complete ? TICKET : DEPARTURE);
-        } else if (lane == 0 && !early) {
-            before = atomic_add_relaxed(counter, TICKET);
-        }
+    if (lane == 0) {
+        const int64_t begin = clock64();
+        do {
+            complete = (load_acquire(counter) & ARRIVALS) == work.splits.count;
+        } while (!complete && clock64() - begin < MERGE_WAIT_CYCLES);
+        before = atomic_add_relaxed(counter, complete ? TICKET : DEPARTURE);
+    }
+    // Takes the next ticket while a unit is merged, unless that would take another warp's only one.
+    const bool early = units > work.splits.count * WARPS;
+#pragma unroll 1
+    for (;;) {
         unit = __shfl_sync(~0u, complete || lane > 0 ? before / TICKET : units, 0);
         if (unit >= units) break;
+        if (lane == 0 && early) before = atomic_add_relaxed(counter, TICKET);
+        merge_unit(p, work, blocks_log2, unit, area);
+        if (lane == 0 && !early) before = atomic_add_relaxed(counter, TICKET);
     }
     // Departures before this one.
     const int departed = static_cast<int>(before / TICKET - units + (before / DEPARTURE & DEPARTURES));

@@ -34,11 +34,11 @@ extern "C" __global__ void __launch_bounds__(paged_mla_decode::THREADS, 1)
     wait_for_previous_grid();
     __syncthreads();
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+    cluster_arrive_relaxed();
     if (warp >= FIRST_QK_THREAD / 32) {
         set_registers<QK_REGISTERS>();
         score(p, shared);
     } else if (warp >= FIRST_PRODUCER_THREAD / 32) {
-        cluster_arrive_relaxed();
         set_registers<PRODUCER_REGISTERS>();
         load(p, shared);
         allow_next_grid();
@@ -46,7 +46,6 @@ extern "C" __global__ void __launch_bounds__(paged_mla_decode::THREADS, 1)
             report_invalid_lengths(p, threadIdx.x - FIRST_PRODUCER_THREAD, PRODUCER_WARPS * 32);
         wait_for_cluster();
     } else {
-        cluster_arrive_relaxed();
         set_registers<CONSUMER_REGISTERS>();
         consume(p, shared);
     }

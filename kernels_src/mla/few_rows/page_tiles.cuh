@@ -43,27 +43,29 @@ DEVICE void score(const Params& p, const WorkRange& range, SharedStorage& shared
 #pragma unroll
         for (int i = 0; i < 4; ++i) rows.maximum[i / 2][i % 2] = LOWEST, rows.sum[i / 2][i % 2] = 0.f;
         const int last = work.first + work.key_tiles();
-        Scores s;
-        const auto multiply_tile = [&](int tile) {
-            wait_barrier(shared.full[kv_state.index], kv_state.phase);
-            multiply_keys(shared_address(shared.stages[kv_state.index]) + keys, q, s);
-            kv_state.advance();
+        Scores s, checked;
+        const auto publish = [&](Scores& own) {
+            publish_probabilities(own, warp, p_state, shared, rows);
+            p_state.advance();
         };
-        if (work.first < last) multiply_tile(work.first);
+        // One piece of code multiplies the first tile and all others: the first waits for code that comes from DRAM.
 #pragma unroll 1
-        for (int tile = work.first; tile < last; ++tile) {
+        for (int tile = work.first; tile < last + LOOK_AHEAD; ++tile) {
+            if (!LOOK_AHEAD || tile < last) {
+                wait_barrier(shared.full[kv_state.index], kv_state.phase);
+                multiply_keys(shared_address(shared.stages[kv_state.index]) + keys, q, s);
+                kv_state.advance();
+            }
+            // Where Q K^T takes longest, this tile was multiplied before waiting for the other warps' checks of the
+            // one before.
+            if (LOOK_AHEAD && tile > work.first) publish(checked);
+            if (LOOK_AHEAD && tile == last) break;
             if ((tile + 1) * TILE_TOKENS > work.kv_len - work.q_len)
                 mask_scores(work, tile, shared.visible[warp], warp, s);
             publish_check(s, rows, warp, shared.score_check[p_state.index]);
-            Scores own;
+            if (!LOOK_AHEAD) publish(s);
 #pragma unroll
-            for (int i = 0; i < 8; ++i) own[i / 4][i % 4] = s[i / 4][i % 4];
-            // Where Q K^T takes longest, the next tile is multiplied before waiting for the other warps'
-            // checks.
-            if (LOOK_AHEAD && tile + 1 < last) multiply_tile(tile + 1);
-            publish_probabilities(own, warp, p_state, shared, rows);
-            if (!LOOK_AHEAD && tile + 1 < last) multiply_tile(tile + 1);
-            p_state.advance();
+            for (int i = 0; i < 8; ++i) checked[i / 4][i % 4] = s[i / 4][i % 4];
         }
         wait_barrier(shared.sums_empty, sums_parity ^ 1);
         sums_parity ^= 1;
@@ -94,18 +96,14 @@ DEVICE bool consume(const Params& p, const WorkRange& range, SharedStorage& shar
     int written = -1;
     WorkTileIterator work_tiles(p, range);
     WorkTile work;
-    work.rows = work.first = work.last = work.kv_len = work.row_tile = work.q_begin = 0;
-    work.splits.count = 1;
-    // The first pass is a warm-up without rows, while the first keys are in flight: it fetches from DRAM the code
-    // that everything waits for at the end.
 #pragma unroll 1
-    for (bool warmup = true; warmup || work_tiles.next(work); warmup = false) {
+    while (work_tiles.next(work)) {
         Output out;
 #pragma unroll
         for (int m = 0; m < COLUMN_TILES; ++m)
 #pragma unroll
             for (int i = 0; i < 8; ++i) out[m][i / 4][i % 4] = 0.f;
-        if (!warmup) kv_state.advance();  // the stage of the queries
+        kv_state.advance();  // the stage of the queries
         const int last = work.first + work.key_tiles();
 #pragma unroll 1
         for (int tile = work.first; tile < last; ++tile) {
@@ -115,12 +113,10 @@ DEVICE bool consume(const Params& p, const WorkRange& range, SharedStorage& shar
             if (own.raised) rescale(own, out);
             const uint32_t stage[] = {shared_address(shared.stages[kv_state.index]) + values};
             const int valid = work.valid(tile);
-            if (!has_columns)
-                ;
-            else if (valid < TILE_TOKENS)
-                multiply_values<true>(stage, valid, own, out);
-            else
-                multiply_values<false>(stage, valid, own, out);
+            if (has_columns) {
+                if (valid < TILE_TOKENS) clear_missing_values(shared, kv_state, valid);
+                multiply_values(stage, own, out);
+            }
             // orders the reads, which may still be in flight, before the TMA write that reuses the stage
             fence_async_proxy();
             release(shared.empty[kv_state.index]);
@@ -128,12 +124,11 @@ DEVICE bool consume(const Params& p, const WorkRange& range, SharedStorage& shar
             kv_state.advance();
             p_state.advance();
         }
-        if (!warmup) wait_barrier(shared.sums_full, sums_parity);
-        float2 statistics[2][2];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) statistics[i / 2][i % 2] = row_statistics(shared, i / 2 * 8 + lane % 4 * 2 + i % 2);
+        wait_barrier(shared.sums_full, sums_parity);
+        const float2 statistics = row_statistics(shared, lane % 16);
         __threadfence_block();  // otherwise the arrival may overtake these loads
-        if (!warmup) release(shared.sums_empty), sums_parity ^= 1;
+        release(shared.sums_empty);
+        sums_parity ^= 1;
         if (work.whole()) {
             if (has_columns) store_rows(p, work, statistics, out);
         } else {

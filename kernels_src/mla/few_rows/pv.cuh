@@ -27,9 +27,23 @@ DEVICE float block_factor(const Probabilities& p) { return p.block_factor[scale_
 DEVICE void scale_probabilities(const Probabilities&, int, const uint4&) {}
 #endif
 
-// With EDGE, keys past `valid` may be NaN, and 0 x NaN is NaN: their bits become zero.
-template <bool EDGE>
-DEVICE void multiply_values(const uint32_t (&values)[STAGES_OF_TILE], int valid, const Probabilities& p, Output& out) {
+// Clears the warp's columns of the keys past `valid`, which may be NaN: 0 x NaN is NaN. In shared memory, since a
+// product that masks its operands is code of its own, which would be fetched from DRAM for the last tile. QK warps have
+// read them.
+DEVICE void clear_missing_values(const SharedStorage& shared, PipelineState<STAGES> state, int valid) {
+    constexpr int ITEM = KV_E4M3 ? 1 : 2, PIECES = 64 * ITEM / 16, STAGE_TOKENS = TILE_TOKENS / STAGES_OF_TILE;
+    const int lane = threadIdx.x % 32, byte = threadIdx.x / 32 * 64 * ITEM + lane % PIECES * 16;
+#pragma unroll 1
+    for (int stage = 0; stage < STAGES_OF_TILE; ++stage, state.advance())
+        for (int token = max(valid - stage * STAGE_TOKENS, 0) + lane / PIECES; token < STAGE_TOKENS;
+             token += 32 / PIECES)
+            store_shared_uint4(shared_address(shared.stages[state.index]) + stage_offset(byte, token),
+                               make_uint4(0, 0, 0, 0));
+    __syncwarp();
+}
+
+// `values` are the lane's first 16 bytes in each stage.
+DEVICE void multiply_values(const uint32_t (&values)[STAGES_OF_TILE], const Probabilities& p, Output& out) {
     constexpr int STAGE_STEPS = KEY_WARPS / STAGES_OF_TILE;  // of 16 keys
     constexpr int LOADS = KV_E4M3 ? COLUMN_TILES / 2 : COLUMN_TILES;  // of 32 bytes of each of 16 keys
     const int lane = threadIdx.x % 32;
@@ -59,20 +73,9 @@ DEVICE void multiply_values(const uint32_t (&values)[STAGES_OF_TILE], int valid,
 #pragma unroll
     for (int step = 0; step < KEY_WARPS; ++step) {
         if (step + 1 < KEY_WARPS) load(step + 1);
-        uint32_t keep[2] = {~0u, ~0u};  // of keys 2 (lane % 4) + {0, 1}, and those + 8
-        if constexpr (EDGE) {
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const int key = step * 16 + i * 8 + lane % 4 * 2;
-                keep[i] = (key < valid ? 0x0000ffffu : 0u) | (key + 1 < valid ? 0xffff0000u : 0u);
-            }
-        }
 #pragma unroll
         for (int j = 0; j < LOADS; ++j) {
-            uint32_t (&r)[4] = raw[step % 2][j];  // keys 0-7 of 16 bytes and of the next 16, then keys 8-15
-            if constexpr (EDGE)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) r[i] &= keep[i / 2];
+            const uint32_t (&r)[4] = raw[step % 2][j];  // keys 0-7 of 16 bytes and of the next 16, then keys 8-15
             if constexpr (KV_E4M3) {
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
@@ -148,24 +151,27 @@ DEVICE float2 row_statistics(const SharedStorage& shared, int row) {
     return make_float2(shared.maximum[row], sum);
 }
 
-DEVICE void store_rows(const Params& p, const WorkTile& work, const float2 (&statistics)[2][2], const Output& out) {
-    const float scale = output_scale(p);
+// `statistics` are those of row lane % 16.
+DEVICE void store_rows(const Params& p, const WorkTile& work, const float2& statistics, const Output& out) {
+    // Of that row, each lane works out what all columns share.
+    const int own = min(static_cast<int>(threadIdx.x % 16), work.rows - 1);
+    const RowNormalisation norm =
+        normalise_row(p, statistics.x, statistics.y, (work.row_tile * ROWS + own) % p.heads, output_scale(p));
+    if (threadIdx.x < work.rows) write_lse(p, work, own, norm.lse);
+    const int64_t own_at = row_offset(work, own, p.heads, p.out_token_stride, p.out_head_stride);
 #pragma unroll
     for (int n = 0; n < 2; ++n)
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             float v[8];
             gather_row(out, n, i, v);
-            const int wanted = n * 8 + threadIdx.x % 4 * 2 + i, row = min(wanted, max(work.rows - 1, 0));
-            const bool exists = wanted < work.rows;
-            const RowNormalisation norm =
-                normalise_row(p, statistics[n][i].x, statistics[n][i].y, (work.row_tile * ROWS + row) % p.heads, scale);
-            if (exists && threadIdx.x < 4) write_lse(p, work, row, norm.lse);
-            const int64_t at =
-                row_offset(work, row, p.heads, p.out_token_stride, p.out_head_stride) + column_group() * 8;
+            const int row = n * 8 + threadIdx.x % 4 * 2 + i;
+            const bool exists = row < work.rows;
+            const float factor = __shfl_sync(~0u, norm.factor, row);
+            const int64_t at = __shfl_sync(~0u, own_at, row) + column_group() * 8;
             uint32_t pairs[4];
 #pragma unroll
-            for (int j = 0; j < 4; ++j) pairs[j] = pack_two(p, v[2 * j] * norm.factor, v[2 * j + 1] * norm.factor);
+            for (int j = 0; j < 4; ++j) pairs[j] = pack_two(p, v[2 * j] * factor, v[2 * j + 1] * factor);
             if (exists && p.out_type != TYPE_E4M3)
                 *reinterpret_cast<uint4*>(static_cast<uint16_t*>(p.out) + at) =
                     make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
@@ -184,8 +190,9 @@ DEVICE RowScale row_scale(const float (&v)[8]) {
     return RowScale(magnitudes);
 }
 
-DEVICE void store_partial(const Params& p, const WorkTile& work, const float2 (&statistics)[2][2], const Output& out) {
+DEVICE void store_partial(const Params& p, const WorkTile& work, const float2& statistics, const Output& out) {
     const int slot = work.splits.slot(work.splits.index);
+    if (threadIdx.x < 16) maxima_and_sums(p, slot)[row_place(threadIdx.x)] = statistics;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         float low[8], high[8];
@@ -200,10 +207,7 @@ DEVICE void store_partial(const Params& p, const WorkTile& work, const float2 (&
                 make_uint4(own[0].pack(low[2 * j], low[2 * j + 1]), own[1].pack(high[2 * j], high[2 * j + 1]),
                            own[0].pack(low[2 * j + 2], low[2 * j + 3]), own[1].pack(high[2 * j + 2], high[2 * j + 3]));
         if (threadIdx.x % 32 >= 4) continue;
-        for (int n = 0; n < 2; ++n) {
-            row_scales(p, slot, column_group() * 8)[row_place(row + n * 8)] = own[n].scale;
-            if (threadIdx.x < 4) maxima_and_sums(p, slot)[row_place(row + n * 8)] = statistics[n][i];
-        }
+        for (int n = 0; n < 2; ++n) row_scales(p, slot, column_group() * 8)[row_place(row + n * 8)] = own[n].scale;
     }
 }
 

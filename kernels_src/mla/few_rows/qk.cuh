@@ -156,7 +156,7 @@ constexpr float UNIT_SLACK = 128.f;  // by which a scale may exceed its unit
 DEVICE int scale_block() { return threadIdx.x % 2 * 2; }
 
 // Publishes to the other warps whether the thread's scores exceed its maxima by too much.
-DEVICE void publish_check(const Scores& s, const Rows& rows, int warp, ScoreCheck& score_check, bool warmup = false) {
+DEVICE void publish_check(const Scores& s, const Rows& rows, int warp, ScoreCheck& score_check) {
     bool over = false;
 #pragma unroll
     for (int n = 0; n < ROW_EIGHTS; ++n)
@@ -169,7 +169,7 @@ DEVICE void publish_check(const Scores& s, const Rows& rows, int warp, ScoreChec
     const bool any = __any_sync(~0u, over);
     if (threadIdx.x % 32 == 0) {
         score_check.over[warp] = any;
-        if (!warmup) mbarrier_arrive(shared_address(&score_check.full));
+        mbarrier_arrive(shared_address(&score_check.full));
     }
 }
 
@@ -214,7 +214,7 @@ DEVICE void publish_value_factors(const Rows&, int, const Probabilities&) {}
 #endif
 
 // Raises the maxima that need it, in step with the other warps, and publishes the factors for the PV warps.
-DEVICE void raise_maxima(const Scores& s, int warp, SharedStorage& shared, Probabilities& p, Rows& rows, bool warmup) {
+DEVICE void raise_maxima(const Scores& s, int warp, SharedStorage& shared, Probabilities& p, Rows& rows) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int n = 0; n < ROW_EIGHTS; ++n)
@@ -225,7 +225,7 @@ DEVICE void raise_maxima(const Scores& s, int warp, SharedStorage& shared, Proba
             if (lane < 4) shared.top[key_warp(warp)][first_row(warp) + n * 8 + lane * 2 + i] = top;
         }
     publish_top_scales(rows, warp, shared);
-    if (!warmup) named_barrier_sync<QK_WARPS * 32>(QK_BARRIER);
+    named_barrier_sync<QK_WARPS * 32>(QK_BARRIER);
 #pragma unroll
     for (int n = 0; n < ROW_EIGHTS; ++n)
 #pragma unroll
@@ -243,23 +243,19 @@ DEVICE void raise_maxima(const Scores& s, int warp, SharedStorage& shared, Proba
 }
 
 // Publishes the P^T of a tile to the PV warps, once all QK warps have published their checks; with scaled rows the
-// caller has waited for the stage. A warm-up runs through the code, and neither waits for other warps nor lets them go
-// on.
+// caller has waited for the stage.
 DEVICE void publish_probabilities(Scores& s, int warp, const PipelineState<P_STAGES>& p_state, SharedStorage& shared,
-                                  Rows& rows, bool warmup = false, bool warmup_raises = true) {
+                                  Rows& rows) {
     const int lane = threadIdx.x % 32;
     Probabilities& p = shared.p[p_state.index];
-    if (!warmup) wait_barrier(shared.score_check[p_state.index].full, p_state.phase);
+    wait_barrier(shared.score_check[p_state.index].full, p_state.phase);
     bool raised = false;
     for (int i = 0; i < QK_WARPS; i += 4) {
         const uint4 over = *reinterpret_cast<const uint4*>(shared.score_check[p_state.index].over + i);
         raised |= static_cast<bool>(over.x | over.y | over.z | over.w);
     }
-    if (warmup)
-        raised = warmup_raises;
-    else if constexpr (!SCALED)
-        wait_barrier(shared.p_empty[p_state.index], p_state.phase ^ 1);
-    if (raised) raise_maxima(s, warp, shared, p, rows, warmup);
+    if constexpr (!SCALED) wait_barrier(shared.p_empty[p_state.index], p_state.phase ^ 1);
+    if (raised) raise_maxima(s, warp, shared, p, rows);
     if (warp == 0 && lane == 0) p.raised = raised;
     if (first_row(warp) == 0) publish_value_factors(rows, key_warp(warp), p);
     uint32_t fragment[ROW_EIGHTS][2];
@@ -279,7 +275,7 @@ DEVICE void publish_probabilities(Scores& s, int warp, const PipelineState<P_STA
         for (int n = 0; n < ROW_EIGHTS; n += 2)
             p.fragment[n / 2][warp][lane] =
                 make_uint4(fragment[n][0], fragment[n][1], fragment[n + 1][0], fragment[n + 1][1]);
-    if (!warmup) release(shared.p_full[p_state.index]);
+    release(shared.p_full[p_state.index]);
 }
 
 }  // namespace paged_mla_decode

@@ -171,19 +171,17 @@ DEVICE void release_in_cluster(uint64_t& barrier) {
 }
 
 // Sends the warp's groups of the first 16 rows to the CTA that merges them; what the CTA merges itself does not go
-// through the network of the cluster. In a warm-up the CTA is sent, by itself, what the other CTAs will send it: as
-// many bytes.
-DEVICE void send_groups(int warp, const Output& out, SharedStorage& shared, bool warmup) {
+// through the network of the cluster.
+DEVICE void send_groups(int warp, const Output& out, SharedStorage& shared) {
     constexpr int GROUPS = 1 << WARP_GROUPS_LOG2, HALVES = MAX_CLUSTER > CONSUMER_WARPS ? 2 : 1, PART = GROUPS / HALVES;
     const int lane = threadIdx.x % 32, log2 = cluster_size_log2(), own = OUTPUT_GROUPS >> log2;
 #pragma unroll
     for (int half = 0; half < HALVES; ++half) {
         const int first = warp * GROUPS + half * PART, rank = first << log2 >> OUTPUT_GROUPS_LOG2;
         const bool merges = rank == cluster_rank();
-        const int to_rank = warmup ? cluster_rank() : rank;
         float4* const sums = &shared.merge[cluster_rank() * own + first - rank * own][lane];
-        const uint32_t barrier = address_in_cta(shared_address(&shared.merge_full), to_rank);
-        const uint32_t far_sums = address_in_cta(shared_address(sums), to_rank);
+        const uint32_t barrier = address_in_cta(shared_address(&shared.merge_full), rank);
+        const uint32_t far_sums = address_in_cta(shared_address(sums), rank);
 #pragma unroll
         for (int i = 0; i < PART; ++i) {
             const int group = half * PART + i;

@@ -20,10 +20,10 @@ DEVICE void mask_missing(int valid, int warp, Scores& s) {
 }
 
 // Publishes maxima and sums at the end of a work tile, and of scaled rows units, once PV warps have read those of the
-// tile before. In a warm-up nobody reads them.
-DEVICE void publish_sums(Rows& rows, int warp, uint32_t& sums_parity, SharedStorage& shared, bool warmup) {
+// tile before.
+DEVICE void publish_sums(Rows& rows, int warp, uint32_t& sums_parity, SharedStorage& shared) {
     const int lane = threadIdx.x % 32;
-    if (KV_E4M3 && !warmup) wait_barrier(shared.sums_empty, sums_parity ^ 1), sums_parity ^= 1;
+    if (KV_E4M3) wait_barrier(shared.sums_empty, sums_parity ^ 1), sums_parity ^= 1;
 #pragma unroll
     for (int n = 0; n < ROW_EIGHTS; ++n)
 #pragma unroll
@@ -37,7 +37,7 @@ DEVICE void publish_sums(Rows& rows, int warp, uint32_t& sums_parity, SharedStor
     if (lane < 2 && warp == 0)
         for (int i = 0; i < 2; ++i) shared.unit[scale_block() + i] = rows.unit[i];
 #endif
-    if (!warmup) release(shared.sums_full);
+    release(shared.sums_full);
 }
 
 DEVICE void consume(const Params& p, SharedStorage& shared) {
@@ -51,24 +51,22 @@ DEVICE void consume(const Params& p, SharedStorage& shared) {
     uint32_t full_parity = 0, tile_parity = 0;
     ClusterTileIterator work_tiles(p);
     WorkTile work;
-    work.rows = work.row_tile = work.q_begin = 0;
     [[maybe_unused]] Output earlier;  // the output tile's part before
 #if KV_E4M3
     convert_first_queries(work_tiles, kv_state, shared, warp);
 #endif
-    // The first pass is a warm-up without rows, while the first keys are in flight: it fetches from DRAM the code
-    // that everything waits for at the end.
+    wait_for_cluster();  // the other CTAs have begun, and may be sent to
 #pragma unroll 1
-    for (bool warmup = true; warmup || work_tiles.next(work); warmup = false) {
+    while (work_tiles.next(work)) {
         Output out;
 #pragma unroll
         for (int m = 0; m < COLUMN_TILES; ++m)
 #pragma unroll
             for (int i = 0; i < ROWS / 2; ++i) out[m][i / 4][i % 4] = 0.f;
         const PipelineState<STAGES> query_state = kv_state;
-        if (!warmup) kv_state.advance(QUERY_STAGES);
+        kv_state.advance(QUERY_STAGES);
 #pragma unroll 1
-        for (bool last = warmup, first = true; !last; first = false) {
+        for (bool last = false, first = true; !last; first = false) {
             const Probabilities& own = shared.p[p_state.index];
             wait_barrier(shared.p_full[p_state.index], p_state.phase);
             // Stages become free in their order: two warps fill every second one, and could take the parity of a phase
@@ -87,10 +85,8 @@ DEVICE void consume(const Params& p, SharedStorage& shared) {
             last = tile & LAST_TILE;
             const int valid = tile & ~LAST_TILE;
             if (own.raised) rescale(own, out);
-            if (valid < TILE_TOKENS)
-                multiply_values<true>(stage, valid, own, out);
-            else
-                multiply_values<false>(stage, valid, own, out);
+            if (valid < TILE_TOKENS) clear_missing_values(shared, kv_state, valid);
+            multiply_values(stage, own, out);
             // orders the reads, which may still be in flight, before the copies that reuse the stages
             fence_async_proxy();
 #pragma unroll
@@ -99,7 +95,7 @@ DEVICE void consume(const Params& p, SharedStorage& shared) {
             p_state.advance();
         }
 #if KV_E4M3
-        if (!warmup) wait_barrier(shared.sums_full, sums_parity);
+        wait_barrier(shared.sums_full, sums_parity);
 #pragma unroll
         for (int m = 0; m < COLUMN_TILES; ++m) {
             const float unit = shared.unit[scale_block_of_warp()];
@@ -107,7 +103,8 @@ DEVICE void consume(const Params& p, SharedStorage& shared) {
             for (int i = 0; i < ROWS / 2; ++i) out[m][i / 4][i % 4] *= unit;
         }
         __threadfence_block();  // otherwise the arrival may overtake these loads
-        if (!warmup) release(shared.sums_empty), sums_parity ^= 1;
+        release(shared.sums_empty);
+        sums_parity ^= 1;
 #endif
         if constexpr (CTA_PARTS > 1) {
             if (!work_tiles.ends_output_tile()) {
@@ -119,9 +116,7 @@ DEVICE void consume(const Params& p, SharedStorage& shared) {
             }
         }
         const bool parts = CTA_PARTS > 1 && !work_tiles.begins_output_tile();
-        const auto wait_for_weights = [&] {
-            if (!warmup) wait_barrier(shared.weights_full, tile_parity);
-        };
+        const auto wait_for_weights = [&] { wait_barrier(shared.weights_full, tile_parity); };
         if (CTA_PARTS > 1 && parts) {
             wait_for_weights();
             add_part(shared.part_weights, earlier, out);
@@ -131,28 +126,25 @@ DEVICE void consume(const Params& p, SharedStorage& shared) {
             store_groups(p, work, warp, shared, out);
         } else {
             // until the CTAs of the cluster have read what they were sent before
-            if (!warmup) wait_barrier(shared.tile_done, tile_parity ^ 1);
+            wait_barrier(shared.tile_done, tile_parity ^ 1);
 #pragma unroll 1
             for (int half = 0; half < ROWS / 16; ++half) {
-                if (half > 0 && !warmup) wait_barrier(shared.merge_empty, tile_parity);
-                send_groups(warp, out, shared, warmup);
+                if (half > 0) wait_barrier(shared.merge_empty, tile_parity);
+                send_groups(warp, out, shared);
                 wait_barrier(shared.merge_full, full_parity);
                 full_parity ^= 1;
                 wait_for_weights();
                 merge_groups(p, work, warp, half, shared);
                 if constexpr (ROWS == 32) {
-                    if (half == 0 && !warmup) release_in_cluster(shared.merge_empty);
+                    if (half == 0) release_in_cluster(shared.merge_empty);
 #pragma unroll
                     for (int i = 0; i < COLUMN_TILES * 8; ++i)
                         out[i / 8][i / 4 % 2][i % 4] = out[i / 8][2 + i / 4 % 2][i % 4];
                 }
             }
         }
-        if (!warmup) {
-            if (work_tiles.has_next()) release_in_cluster(shared.tile_done);
-            tile_parity ^= 1;
-        }
-        if (warmup) wait_for_cluster();  // until the other CTAs have begun and need their memory for no warm-up
+        if (work_tiles.has_next()) release_in_cluster(shared.tile_done);
+        tile_parity ^= 1;
     }
 }
 

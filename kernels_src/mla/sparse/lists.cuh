@@ -66,14 +66,18 @@ DEVICE void walk_lists(const Params& p, Iterator work_tiles, const void** ring, 
         if (fetched + lane * 32 < end) prefetch_to_l2(list + fetched + lane * 32);
         fetched += LIST_AHEAD;
     };
+    const auto entry = [&](int i) { return i + lane < end ? list[i + lane] : -1; };
+    int next[2];  // the entries from `position` on
     const auto next_work = [&] {
         if (!work_tiles.next(work)) return false;
         list = static_cast<const int*>(p.indices) + work.request * p.indices_stride;
         end = min(work.last * TILE_TOKENS, work.kv_len);
         fetched = position = work.first * TILE_TOKENS;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) next[half] = entry(position + half * 32);
+        fetch();
         return true;
     };
-    const auto entry = [&](int i) { return i + lane < end ? list[i + lane] : -1; };
     bool more = next_work();
     int largest = -1;  // slot
     // Copies go past the last row of a work tile.
@@ -81,14 +85,12 @@ DEVICE void walk_lists(const Params& p, Iterator work_tiles, const void** ring, 
         ring[(i / RING_SHARE * WARPS + warp) * RING_SHARE + i % RING_SHARE] = p.kv_cache;
     __syncwarp();
     while (more) {
-        int next[2] = {entry(position), entry(position + 32)};
-        fetch();
         begin(work);
         uint32_t head = 0;  // of the rows in the ring
         int count = 0;
 #pragma unroll 1
         for (bool last = false; !last;) {
-            if (count <= TILE_TOKENS && position < end) {
+            if (count < TILE_TOKENS && position < end) {
                 position += TILE_TOKENS;
                 if (position + LIST_AHEAD > fetched) fetch();
 #pragma unroll
@@ -107,11 +109,8 @@ DEVICE void walk_lists(const Params& p, Iterator work_tiles, const void** ring, 
                 __syncwarp();
                 continue;
             }
-            last = count <= TILE_TOKENS;
-            if (last) {
-                more = next_work();
-                if (more) fetch();  // behind the rows of this work tile
-            }
+            last = count <= TILE_TOKENS && position >= end;
+            if (last) more = next_work();  // its entries are fetched behind the rows of this work tile
             copy(head, min(count, TILE_TOKENS), last ? LAST_TILE : 0);
             head += TILE_TOKENS;
             count -= TILE_TOKENS;

@@ -31,17 +31,19 @@ class RowMerge {
     bool joined = false;  // the other CTAs of the cluster are known to have begun
 
 public:
-    // For each work tile, once its sums are published. A warm-up waits for nobody and sends nothing.
+    // For each work tile, once its sums are published.
     DEVICE void next(const Params& p, const ClusterTileIterator& work_tiles, const WorkTile& work,
-                     SharedStorage& shared, bool warmup) {
+                     SharedStorage& shared) {
         const int lane = threadIdx.x % 32, row = lane % ROWS;
-        if (!warmup) wait_barrier(shared.sums_full, sums_parity), sums_parity ^= 1;
+        wait_barrier(shared.sums_full, sums_parity);
+        sums_parity ^= 1;
         float2 own = row_statistics(shared, row);
         if (CTA_PARTS > 1 && !work_tiles.ends_output_tile()) {
             earlier = own;
             return;
         }
-        if (!warmup) wait_barrier(shared.tile_done, done_parity), done_parity ^= 1;
+        wait_barrier(shared.tile_done, done_parity);
+        done_parity ^= 1;
         if (CTA_PARTS > 1 && !work_tiles.begins_output_tile()) {
             const PairWeights parts(earlier.x, own.x);
             shared.part_weights[0][row] = parts.low, shared.part_weights[CTA_PARTS - 1][row] = parts.high;
@@ -49,7 +51,7 @@ public:
         }
         float top = own.x, total = own.y;
         if (gridDim.x > 1) {
-            if (!warmup) exchange(own, row, shared);
+            exchange(own, row, shared);
             const auto of = [&](int rank) -> float2& { return shared.row_parts[rank][row]; };
             top = LOWEST, total = 0.f;
 #pragma unroll 1
@@ -66,7 +68,6 @@ public:
         const int head = min(work.row_tile * ROWS + row, p.heads - 1);
         const RowNormalisation norm = normalise_row(p, top, total, head, output_scale(p));
         shared.factor_out[row] = norm.factor;
-        if (warmup) return;
         if (cluster_rank() == 0 && lane < work.rows) write_lse(p, work, row, norm.lse);
         release(shared.weights_full);
     }

@@ -104,62 +104,46 @@ DEVICE void load_scales(uint32_t key, bool exists, float (&scale)[2]) {
     scale[0] = exists ? two.x : 0.f, scale[1] = exists ? two.y : 0.f;
 }
 
-// The first pass is a warm-up, while the first queries and keys are in flight: it fetches from DRAM the code around the
-// products, each warp a part of it.
 DEVICE void score(const Params& p, SharedStorage& shared) {
     const int lane = threadIdx.x % 32;
     const int warp = __shfl_sync(~0u, (threadIdx.x - FIRST_QK_THREAD) / 32, 0);
     const int half = warp / (KEY_WARPS / STAGES_OF_TILE), first_key = warp * 16;
     const int stage_key = first_key % (TILE_TOKENS / STAGES_OF_TILE);
     const float scale_log2 = softmax_scale_log2(p);
-    // in the warm-up
-    const bool raises = warp == 0, merges = warp == 1, checks = warp == 2, sums = warp == 3;
     PipelineState<STAGES> kv_state;
     PipelineState<P_STAGES> p_state;
     uint32_t sums_parity = 0;
     RowMerge row_merge;
     ClusterTileIterator work_tiles(p);
     WorkTile work;
-    work.rows = work.row_tile = work.q_begin = 0;
     bool first = true;
 #pragma unroll 1
-    for (bool warmup = true; warmup || work_tiles.next(work); warmup = false) {
-        if (!warmup) {
-            take_queries(first, kv_state, work.rows, shared, warp);
-            first = false;
-            kv_state.advance(QUERY_STAGES);
-        }
+    for (; work_tiles.next(work); first = false) {
+        take_queries(first, kv_state, work.rows, shared, warp);
+        kv_state.advance(QUERY_STAGES);
         Rows rows;
 #pragma unroll
         for (int i = 0; i < ROW_EIGHTS * 2; ++i) rows.maximum[i / 2][i % 2] = LOWEST, rows.sum[i / 2][i % 2] = 0.f;
         for (int i = 0; i < 2; ++i) rows.unit[i] = power_of_two(-100);
 #pragma unroll 1
-        for (bool last = false; !last;) {
-            uint32_t tile = LAST_TILE;
-            Scores s;
-            if (!warmup) {
-                kv_state.advance(half);
-                wait_barrier(shared.full[kv_state.index], kv_state.phase);
-                tile = shared.tile[kv_state.index];
-                const uint32_t stage = shared_address(shared.stages[kv_state.index]);
-                const bool exists = first_key + lane / 2 < (tile & ~LAST_TILE);
-                load_scales(stage + stage_offset(0, stage_key + lane / 2), exists, rows.scale);
-                multiply_scaled_keys(stage + stage_offset(lane / 16 * 16, stage_key + lane % 16),
-                                     stage + stage_offset(SCALE_BYTE, stage_key + lane / 4), shared, scale_log2, s,
-                                     [&] { wait_barrier(shared.p_empty[p_state.index], p_state.phase ^ 1); });
-            }
+        for (bool last = false; !last; p_state.advance()) {
+            kv_state.advance(half);
+            wait_barrier(shared.full[kv_state.index], kv_state.phase);
+            const uint32_t tile = shared.tile[kv_state.index], stage = shared_address(shared.stages[kv_state.index]);
             last = tile & LAST_TILE;
             const int valid = tile & ~LAST_TILE;
-            if (!warmup || checks) {
-                if (valid < TILE_TOKENS) mask_missing(valid, warp, s);
-                publish_check(s, rows, warp, shared.score_check[p_state.index], warmup);
-            }
-            if (!warmup || checks || raises) publish_probabilities(s, warp, p_state, shared, rows, warmup, raises);
-            if (!warmup) kv_state.advance(STAGES_OF_TILE - half), p_state.advance();
+            load_scales(stage + stage_offset(0, stage_key + lane / 2), first_key + lane / 2 < valid, rows.scale);
+            Scores s;
+            multiply_scaled_keys(stage + stage_offset(lane / 16 * 16, stage_key + lane % 16),
+                                 stage + stage_offset(SCALE_BYTE, stage_key + lane / 4), shared, scale_log2, s,
+                                 [&] { wait_barrier(shared.p_empty[p_state.index], p_state.phase ^ 1); });
+            if (valid < TILE_TOKENS) mask_missing(valid, warp, s);
+            publish_check(s, rows, warp, shared.score_check[p_state.index]);
+            publish_probabilities(s, warp, p_state, shared, rows);
+            kv_state.advance(STAGES_OF_TILE - half);
         }
-        if (!warmup || sums) publish_sums(rows, warp, sums_parity, shared, warmup);
-        if (warmup ? merges : warp == 0) row_merge.next(p, work_tiles, work, shared, warmup);
-        if (warmup) cluster_arrive_relaxed();  // the other CTAs may send to this one
+        publish_sums(rows, warp, sums_parity, shared);
+        if (warp == 0) row_merge.next(p, work_tiles, work, shared);
     }
     row_merge.join();
 }
