@@ -10,7 +10,8 @@
 #
 # Before: `make artifacts` here or elsewhere, so that build/artifacts holds the release (or CUBIN_RUNTIME_SOURCES
 # names a source). Python packages that the machine lacks are taken from wheels in .whl/, without a network.
-# Tests and sanitizers run side by side, and so does the compilation of the peers' kernels; benchmarks run alone, after.
+# Tests run first. Then sanitizers run side by side, and so does the compilation of the peers' kernels; benchmarks run
+# alone, at last.
 # Logs and results go to $OUT (build/gpu); gpu_run.json there says what ran, on what, for how long, how it ended.
 # PYTHON names the interpreter, STEP_SECONDS (300) ends a step that hangs, WORKERS (6) is pytest's, where xdist is there.
 set -uo pipefail
@@ -77,12 +78,16 @@ run_tests() { # step, options of pytest...
 
 rm -f "$out"/{tests,multi_gpu,memcheck,initcheck,synccheck,racecheck,compile_decode,compile_mla,compile_prefill,benchmarks,profile}.log
 
+for word in "$@"; do
+    case $word in
+    tests) run_tests tests || failed=1 ;;
+    multi_gpu) run_tests multi_gpu -m multi_gpu || failed=1 ;;
+    esac
+done
 jobs=()
 declare -A peers=() # benchmarks whose peers are compiled ahead, each once
 for word in "$@"; do
     case $word in
-    tests) run_tests tests & jobs+=($!) ;;
-    multi_gpu) run_tests multi_gpu -m multi_gpu & jobs+=($!) ;;
     memcheck | initcheck | synccheck | racecheck) sanitize "$word" & jobs+=($!) ;;
     benchmarks) peers[decode]=1 peers[mla]=1 peers[prefill]=1 ;;
     decode | decode:*) peers[decode]=1 ;;
