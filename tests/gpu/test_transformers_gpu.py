@@ -12,6 +12,7 @@ from transformers import DynamicCache, StaticCache  # noqa: E402
 
 from cubin_runtime import Runtime  # noqa: E402
 from cubin_runtime.attention.growing_cache import decode_growing  # noqa: E402
+from cubin_runtime.attention.hook import installed  # noqa: E402
 from cubin_runtime.integrations.transformers import register  # noqa: E402
 from tests.integrations.small_models import (  # noqa: E402  (they need transformers)
     MODELS,
@@ -158,6 +159,7 @@ def test_new_tokens_over_caches_that_grow(batch: int, window: int, sinks: bool, 
     for length in [*range(1, 5), *range(1022, 1027), *range(2046, most + 1)]:
         k, v = keys[:, :, :length].clone(), values[:, :, :length].clone()
         out = decode_growing(*(t.transpose(1, 2) for t in (q, k, v)), window_left=window, sinks=logits)
+        assert out is not None, f"{length} keys, compiling: {torch.compiler.is_compiling()}, hook: {installed.hook}"
         seen = slice(max(0, length - 1 - window) if window >= 0 else 0, length)
         k, v = (t[:, :, seen].double().repeat_interleave(heads // kv_heads, 1) for t in (k, v))
         scores = (q.double() @ k.mT * dim**-0.5)[:, :, 0]
