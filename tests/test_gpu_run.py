@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 DECODE, MLA, PREFILL = (f"benchmarks/gpu_{name}.py" for name in ("decode", "mla", "prefill"))
 PROFILES = {"benchmarks/gpu_profile.py", "benchmarks/gpu_prefill_profile.py"}
+CASES = "tests.gpu.sanitizer_cases"
 SANITIZERS = ("memcheck", "initcheck", "synccheck", "racecheck")
 
 
@@ -91,6 +92,14 @@ def test_the_tests_of_two_gpus_run_alone(machine: Machine) -> None:
     (tests,) = [call for call in machine.calls.read_text().splitlines() if call.startswith("-m pytest")]
     assert tests.endswith("-m multi_gpu tests/gpu")
     assert machine.benchmarks(compiled=False) == []
+
+
+def test_a_sanitizer_takes_families_of_kernels(machine: Machine) -> None:
+    assert machine.run("memcheck", "racecheck:decode,context") == 0
+    calls = sorted(call for call in machine.calls.read_text().splitlines() if call.startswith("--tool"))
+    assert [call.split(" -m ")[1] for call in calls] == [f"{CASES}", f"{CASES} decode context"]
+    assert [call.split()[1] for call in calls] == ["memcheck", "racecheck"]
+    assert machine.run("racecheck:decode", "leakcheck:decode") == 2
 
 
 def test_the_cases_of_the_sanitizers_find_what_they_import(machine: Machine) -> None:

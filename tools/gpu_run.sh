@@ -2,6 +2,7 @@
 # Tests, sanitizers and benchmarks on a machine with a GPU, in one go; it changes no setting of the card.
 #
 #   tools/gpu_run.sh [tests] [memcheck] [initcheck] [synccheck] [racecheck] [benchmarks]     (no word: all of these)
+#   tools/gpu_run.sh racecheck:decode,context   (a sanitizer over some families of kernels; without: all of them)
 #   tools/gpu_run.sh multi_gpu          (the tests that need two GPUs, alone)
 #   tools/gpu_run.sh decode:gqa,fp8     (the benchmark of the decode alone, and of its sections those; decode: all)
 #   tools/gpu_run.sh mla                (that of the MLA decode alone; decode mla: both, one after the other)
@@ -11,17 +12,19 @@
 # Before: `make artifacts` here or elsewhere, so that build/artifacts holds the release (or CUBIN_RUNTIME_SOURCES
 # names a source). Python packages that the machine lacks are taken from wheels in .whl/, without a network.
 # Tests run first. Then sanitizers run side by side, and so does the compilation of the peers' kernels; benchmarks run
-# alone, at last.
+# alone, at last. racecheck takes what MLA kernels hand over at mbarriers for races, so no word means the other families.
 # Logs and results go to $OUT (build/gpu); gpu_run.json there says what ran, on what, for how long, how it ended.
 # PYTHON names the interpreter, STEP_SECONDS (300) ends a step that hangs, WORKERS (6) is pytest's, where xdist is there.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=${OUT:-build/gpu}
 python=${PYTHON:-python3}
-[ $# -gt 0 ] || set -- tests memcheck initcheck synccheck racecheck benchmarks
+[ $# -gt 0 ] || set -- tests memcheck initcheck synccheck racecheck:decode,reduction,copying,context benchmarks
 for word in "$@"; do
     case $word in
-    tests | multi_gpu | memcheck | initcheck | synccheck | racecheck) ;;
+    tests | multi_gpu) ;;
+    memcheck | initcheck | synccheck | racecheck) ;;
+    memcheck:* | initcheck:* | synccheck:* | racecheck:*) ;;
     benchmarks | decode | decode:* | mla | prefill | profile) ;;
     *)
         echo "gpu_run.sh: '$word' is no step: tests multi_gpu memcheck initcheck synccheck racecheck benchmarks decode mla prefill" \
@@ -60,9 +63,12 @@ step() { # name, log, command...
     return "$status"
 }
 
-sanitize() { # tool
+sanitize() { # tool, or tool:families
+    local tool=${1%%:*} families=()
+    [ "$1" = "$tool" ] || IFS=, read -ra families <<<"${1#*:}"
     # 86: the tool found something; the cases' own failures keep their code.
-    step "$1" "$1.log" compute-sanitizer --tool "$1" --error-exitcode 86 "$python" -m tests.gpu.sanitizer_cases
+    step "$1" "$tool.log" compute-sanitizer --tool "$tool" --error-exitcode 86 "$python" -m tests.gpu.sanitizer_cases \
+        "${families[@]}"
 }
 
 run_tests() { # step, options of pytest...
@@ -88,7 +94,7 @@ jobs=()
 declare -A peers=() # benchmarks whose peers are compiled ahead, each once
 for word in "$@"; do
     case $word in
-    memcheck | initcheck | synccheck | racecheck) sanitize "$word" & jobs+=($!) ;;
+    memcheck* | initcheck* | synccheck* | racecheck*) sanitize "$word" & jobs+=($!) ;;
     benchmarks) peers[decode]=1 peers[mla]=1 peers[prefill]=1 ;;
     decode | decode:*) peers[decode]=1 ;;
     mla) peers[mla]=1 ;;

@@ -1,15 +1,16 @@
 """Small launches for compute-sanitizer: every decode kernel of the device, options spread over them; merged partials;
 appends and merges; context attention; sparse MLA decode.
 
-Run: ``tools/gpu_run.sh memcheck``. Prints the number of cases.
+Run: ``tools/gpu_run.sh memcheck``; arguments are the families of kernels, all by default. Prints the number of cases.
 All of them run, so that the tool sees them; wrong results, or a decode kernel that did not run, are errors at the end.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,6 +40,7 @@ from tests.gpu.sanitizer_copying import copying_all
 from tests.gpu.sanitizer_sparse_mla import sparse_mla_all
 
 BUILT = Path(__file__).resolve().parents[2] / "build" / "artifacts"
+FAMILIES = ("decode", "mla", "reduction", "copying", "context", "sparse_mla")
 MOST_CASES = 188
 MLA_CASES = 62
 MOST_TRIES = 60  # to find cases that take a kernel
@@ -279,23 +281,32 @@ def reduce_all(runtime: Runtime, rng: np.random.Generator) -> set[str]:
     return used
 
 
-def main() -> None:
-    """Run all cases on device 0."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the cases of some families, or all, on device 0."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("families", nargs="*", metavar="FAMILY", default=FAMILIES, help=", ".join(FAMILIES))
+    families = parser.parse_args(arguments).families
+    for unknown in set(families) - set(FAMILIES):
+        parser.error(f"{unknown!r} is no family; expected {', '.join(FAMILIES)}")
     sources = tuple(os.environ.get("CUBIN_RUNTIME_SOURCES", str(BUILT)).split())
     with tempfile.TemporaryDirectory() as store:
         runtime = Runtime(Config(store=Path(store), sources=sources, offline=True))
         rng, wrong = np.random.default_rng(20), WrongResults()
-        decodes, used = decode_all(runtime, rng, wrong)
-        latent_decodes, latent_used = mla_all(runtime, rng, wrong)
-        used |= latent_used | reduce_all(runtime, rng)
-        if decode_kernels_of(runtime, "append_kv"):
+        count, used = 0, set[str]()
+        for family, run_all in (("decode", decode_all), ("mla", mla_all)):
+            if family in families:
+                cases, kernels = run_all(runtime, rng, wrong)
+                count, used = count + cases, used | kernels
+        if "reduction" in families:
+            count, used = count + len(CASES) + len(LSES), used | reduce_all(runtime, rng)
+        if "copying" in families and decode_kernels_of(runtime, "append_kv"):
             used |= copying_all(runtime)
-        if decode_kernels_of(runtime, "context_attention"):
+        if "context" in families and decode_kernels_of(runtime, "context_attention"):
             used |= context_all(runtime)
-        if decode_kernels_of(runtime, "sparse_mla_decode"):
+        if "sparse_mla" in families and decode_kernels_of(runtime, "sparse_mla_decode"):
             used |= sparse_mla_all(runtime, rng)
         runtime.modules.close()
-    print(f"{decodes + latent_decodes + len(CASES) + len(LSES)} cases over {', '.join(sorted(used))}")
+    print(f"{count} cases over {', '.join(sorted(used))}")
     assert not wrong.words, "; ".join(wrong.words)
 
 

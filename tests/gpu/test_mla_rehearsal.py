@@ -110,9 +110,13 @@ def test_sanitizers_get_the_mla_cases(
     monkeypatch.setattr(sanitizer_cases, "decode_all", lambda runtime, rng, wrong: (0, set()))
     monkeypatch.setattr(sanitizer_cases, "reduce_all", lambda runtime, rng: set())
     monkeypatch.setattr(sanitizer_cases, "mla_all", lambda runtime, rng, wrong: (3, {"an_mla_kernel"}))
-    sanitizer_cases.main()
+    sanitizer_cases.main([])
     others = len(sanitizer_cases.CASES) + len(sanitizer_cases.LSES)
     assert capsys.readouterr().out == f"{3 + others} cases over an_mla_kernel\n"
+    sanitizer_cases.main(["mla"])
+    assert capsys.readouterr().out == "3 cases over an_mla_kernel\n"
+    sanitizer_cases.main(["decode", "reduction"])
+    assert capsys.readouterr().out == f"{others} cases over \n"
 
 
 def test_sanitizer_cases_stay_few(runtime: RehearsalRuntime) -> None:
