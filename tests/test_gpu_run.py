@@ -97,9 +97,17 @@ def test_the_tests_of_two_gpus_run_alone(machine: Machine) -> None:
 def test_a_sanitizer_takes_families_of_kernels(machine: Machine) -> None:
     assert machine.run("memcheck", "racecheck:decode,context") == 0
     calls = sorted(call for call in machine.calls.read_text().splitlines() if call.startswith("--tool"))
-    assert [call.split(" -m ")[1] for call in calls] == [f"{CASES}", f"{CASES} decode context"]
+    assert [call.split(" -m ")[1] for call in calls] == [CASES, f"{CASES} decode context"]
     assert [call.split()[1] for call in calls] == ["memcheck", "racecheck"]
     assert machine.run("racecheck:decode", "leakcheck:decode") == 2
+
+
+def test_each_run_of_a_sanitizer_has_a_log_of_its_own(machine: Machine) -> None:
+    assert machine.run("racecheck:decode,context", "racecheck:mla", "racecheck") == 0
+    logs = {path.name for path in machine.out.glob("racecheck*.log")}
+    assert logs == {"racecheck.log", "racecheck-mla.log", "racecheck-decode-context.log"}
+    assert machine.run("racecheck:mla") == 0
+    assert {path.name for path in machine.out.glob("racecheck*.log")} == {"racecheck-mla.log"}
 
 
 def test_the_cases_of_the_sanitizers_find_what_they_import(machine: Machine) -> None:

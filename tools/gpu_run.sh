@@ -22,8 +22,7 @@ python=${PYTHON:-python3}
 [ $# -gt 0 ] || set -- tests memcheck initcheck synccheck racecheck:decode,reduction,copying,context benchmarks
 for word in "$@"; do
     case $word in
-    tests | multi_gpu) ;;
-    memcheck | initcheck | synccheck | racecheck) ;;
+    tests | memcheck | initcheck | synccheck | racecheck | multi_gpu) ;;
     memcheck:* | initcheck:* | synccheck:* | racecheck:*) ;;
     benchmarks | decode | decode:* | mla | prefill | profile) ;;
     *)
@@ -67,8 +66,8 @@ sanitize() { # tool, or tool:families
     local tool=${1%%:*} families=()
     [ "$1" = "$tool" ] || IFS=, read -ra families <<<"${1#*:}"
     # 86: the tool found something; the cases' own failures keep their code.
-    step "$1" "$tool.log" compute-sanitizer --tool "$tool" --error-exitcode 86 "$python" -m tests.gpu.sanitizer_cases \
-        "${families[@]}"
+    step "$1" "${1//[:,]/-}.log" compute-sanitizer --tool "$tool" --error-exitcode 86 \
+        "$python" -m tests.gpu.sanitizer_cases "${families[@]}"
 }
 
 run_tests() { # step, options of pytest...
@@ -82,7 +81,8 @@ run_tests() { # step, options of pytest...
     grep -Eq '[0-9]+ passed' "$out/$name.log" || { echo "gpu_run.sh: no GPU test ran" >&2 && return 1; }
 }
 
-rm -f "$out"/{tests,multi_gpu,memcheck,initcheck,synccheck,racecheck,compile_decode,compile_mla,compile_prefill,benchmarks,profile}.log
+rm -f "$out"/{memcheck,initcheck,synccheck,racecheck}*.log
+rm -f "$out"/{tests,multi_gpu,compile_decode,compile_mla,compile_prefill,benchmarks,profile}.log
 
 for word in "$@"; do
     case $word in
