@@ -24,7 +24,7 @@ VENV := .venv/bin/python
 VENV_TORCH := .venv-torch/bin/python
 VENV_LOWEST := .venv-lowest/bin/python
 BUILD := build/artifacts
-KERNEL_SOURCES := $(sort $(shell find kernels_src -name '*.cu' -o -name '*.cuh'))
+KERNEL_SOURCES = $(sort $(shell find kernels_src -name '*.cu' -o -name '*.cuh'))
 ACCELERATOR := $(wildcard accelerator/*.[ch]) accelerator/setup.py accelerator/pyproject.toml
 
 ##@ Start here

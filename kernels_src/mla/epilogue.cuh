@@ -172,7 +172,7 @@ DEVICE void copy_splits(const Params& p, const SplitSet& set, const MergeUnit& u
 }
 
 // Merges a unit over the splits from the last to the first. The code is short rather than fast, because code that runs
-// once is fetched from DRAM. A work tile with no rows writes nothing.
+// once is fetched from DRAM.
 DEVICE void merge_unit(const Params& p, const WorkTile& work, int blocks_log2, int number, uint32_t area) {
     constexpr int AT_ONCE = 4, SPLITS_OF_LANE = MERGED_BLOCKS / 8;
     const int lane = threadIdx.x % 32, place = lane % 4;

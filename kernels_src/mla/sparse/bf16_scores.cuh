@@ -50,9 +50,7 @@ DEVICE void score(const Params& p, SharedStorage& shared) {
             multiply_keys(stage + stage_offset(lane / 16 * 16, stage_key + lane % 16) + column_share(warp) * 32, q,
                           all);
             add_shares(all, q.scale_of(0, 0), warp, shared.partial_scores, s);
-            if (valid < TILE_TOKENS) mask_missing(valid, warp, s);
-            publish_check(s, rows, warp, shared.score_check[p_state.index]);
-            publish_probabilities(s, warp, p_state, shared, rows);
+            publish_scores(s, valid, warp, p_state, shared, rows);
             kv_state.advance(STAGES_OF_TILE - half);
         }
         publish_sums(rows, warp, sums_parity, shared);

@@ -19,6 +19,14 @@ DEVICE void mask_missing(int valid, int warp, Scores& s) {
             if (key + i / 2 * 8 >= valid) s[n][i] = -INFINITY;
 }
 
+// Publishes P of a tile's scores, of which `valid` keys exist.
+DEVICE void publish_scores(Scores& s, int valid, int warp, const PipelineState<P_STAGES>& p_state,
+                           SharedStorage& shared, Rows& rows) {
+    if (valid < TILE_TOKENS) mask_missing(valid, warp, s);
+    publish_check(s, rows, warp, shared.score_check[p_state.index]);
+    publish_probabilities(s, warp, p_state, shared, rows);
+}
+
 // Publishes maxima and sums at the end of a work tile, and of scaled rows units, once PV warps have read those of the
 // tile before.
 DEVICE void publish_sums(Rows& rows, int warp, uint32_t& sums_parity, SharedStorage& shared) {

@@ -137,9 +137,7 @@ DEVICE void score(const Params& p, SharedStorage& shared) {
             multiply_scaled_keys(stage + stage_offset(lane / 16 * 16, stage_key + lane % 16),
                                  stage + stage_offset(SCALE_BYTE, stage_key + lane / 4), shared, scale_log2, s,
                                  [&] { wait_barrier(shared.p_empty[p_state.index], p_state.phase ^ 1); });
-            if (valid < TILE_TOKENS) mask_missing(valid, warp, s);
-            publish_check(s, rows, warp, shared.score_check[p_state.index]);
-            publish_probabilities(s, warp, p_state, shared, rows);
+            publish_scores(s, valid, warp, p_state, shared, rows);
             kv_state.advance(STAGES_OF_TILE - half);
         }
         publish_sums(rows, warp, sums_parity, shared);
