@@ -58,8 +58,9 @@ STEPS = (
 
 
 def figures(results: Path) -> str:
-    """All sections of one GPU that were measured, in both engines."""
-    return _sections(results, SECTIONS) or NOT_MEASURED
+    """All sections of one GPU that were measured, in both engines, and vLLM's own tests."""
+    parts = (_sections(results, SECTIONS), _own_tests(report_of(results / "vllm_tests.json")))
+    return "\n\n".join(filter(None, parts)) or NOT_MEASURED
 
 
 def ranks(results: Path) -> str:
@@ -80,6 +81,27 @@ def _sections(results: Path, sections: Mapping[str, Callable[[str, Sequence[Row]
                     lines,
                 ]
     return "\n\n".join(parts)
+
+
+def _own_tests(report: Report) -> str:
+    """Outcomes of vLLM's tests by function, and what was refused."""
+    if not report:
+        return ""
+    outcomes = ("passed", "refused", "failed", "skipped")
+    rows = [
+        (f"`{function.partition(': ')[2]}`", *(f"{counts.get(outcome, 0):,}" for outcome in outcomes))
+        for function, counts in report["functions"].items()
+    ]
+    refused = "; ".join(f"`{reason}` ({count:,})" for reason, count in report["reasons"]["refused"].items())
+    return "\n\n".join(
+        (
+            "### vLLM: its own tests of attention backends",
+            f"{_place('vllm', 'tests', report)} `tests/v1/attention` of its sources, all parameters, beside the tests' "
+            "references in PyTorch. They skip prompt backends that the GPU or its packages lack, pages of 32 tokens "
+            f"with lists and `fp8` caches with lists. Refused: {refused}.",
+            _table(("test", *outcomes), rows),
+        )
+    )
 
 
 def _place(engine: str, section: str, report: Report) -> str:

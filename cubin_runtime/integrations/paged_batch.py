@@ -46,10 +46,12 @@ class PagedBatch:
     """The parts of a step; None: there is none of the kind.
 
     A plain dataclass, as engines have it: vLLM sets attributes of its own, and copies the fields into subclasses.
+    ``slot_mapping``: where the step's new keys and values go; only for those who write them.
     """
 
     decodes: Part | None
     prefills: Part | None
+    slot_mapping: Any = None
 
 
 @dataclass

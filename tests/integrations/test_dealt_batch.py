@@ -41,7 +41,7 @@ def batch_of(requests: Requests, partition: KvPartition, table: Any) -> DealtBat
         sums = torch.tensor([0, *q_lens[decodes:].cumsum(0)], dtype=torch.int32)
         rows, own = int(sums[-1]), partition.own_lens(context)
         last = Part(decodes, rows, table[decodes:], own, sums, int(q_lens[decodes:].max()), bound)
-    return DealtBatch(first, last, bool((context > 0).any()))
+    return DealtBatch(first, last, has_context=bool((context > 0).any()))
 
 
 @pytest.mark.parametrize("interleave", [1, 16])

@@ -192,7 +192,9 @@ def test_sinks_that_are_loaded_again_arrive_where_the_old_ones_were(backend: Any
 def test_the_pages_of_another_group_of_layers(backend: Any) -> None:
     first = builder(backend).build(0, step([1, 1, 20], [40, 1, 50]))
     table = torch.arange(12, dtype=INT32).view(3, 4)
-    second = builder(backend).update_block_table(first, table, None)
+    slots = torch.arange(22)
+    second = builder(backend).update_block_table(first, table, slots)
+    assert second.slot_mapping is slots
     assert (second.decodes.table.tolist(), second.prefills.table.tolist()) == (table[:2].tolist(), table[2:].tolist())
     assert (second.decodes.max_seq_len, second.prefills.max_seq_len) == (4 * BLOCK, 4 * BLOCK)
     assert (second.decodes.lengths is first.decodes.lengths, first.decodes.table.shape[1]) == (True, MAX_LEN // BLOCK)

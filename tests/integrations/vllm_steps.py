@@ -12,8 +12,9 @@ import torch
 
 from tests.integrations.absent_modules import in_place_of
 
-# Of vLLM's server, which its configuration imports.
-with in_place_of("llguidance", "openai_harmony", "opentelemetry", "uvloop", "xgrammar"):
+# Packages of vLLM's server, which its configuration imports.
+OF_THE_SERVER = ("llguidance", "openai_harmony", "opentelemetry", "uvloop", "xgrammar")
+with in_place_of(*OF_THE_SERVER):
     import vllm.v1.utils  # noqa: F401  (builders of old versions import it late)
     from vllm.config import ParallelConfig
     from vllm.v1.attention.backend import CommonAttentionMetadata

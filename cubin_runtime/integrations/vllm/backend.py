@@ -212,7 +212,8 @@ class CubinRuntimeMetadataBuilder(AttentionMetadataBuilder[PagedBatch]):  # type
             sums = sums - decode_rows if decode_rows else sums
             keys = lengths[rest] if partition is None else partition.own_lens(step.seq_lens[rest] - sums.diff())
             last = Part(decode_rows, prefill_rows, table[rest], keys, sums, step.max_query_len, bound)
-        return PagedBatch(first, last) if partition is None else DealtBatch(first, last, _has_context(step, decodes))
+        parts = first, last, step.slot_mapping
+        return PagedBatch(*parts) if partition is None else DealtBatch(*parts, _has_context(step, decodes))
 
     def _widths(self, step: Any, decodes: int) -> tuple[int, torch.Tensor | None]:
         """The query tokens of each request that decodes, and None; or their bound, and running sums.
@@ -232,8 +233,9 @@ class CubinRuntimeMetadataBuilder(AttentionMetadataBuilder[PagedBatch]):  # type
         """Do nothing, see ``supports_draft_decode_metadata_update``."""
 
     def update_block_table(self, metadata: PagedBatch, blk_table: torch.Tensor, slot_mapping: Any) -> PagedBatch:
-        """A copy of a step's metadata with the pages of another group of layers like these."""
+        """A copy of a step's metadata with the pages and slots of another group of layers like these."""
         changed, room = copy.copy(metadata), blk_table.shape[1] * self._block_size
+        changed.slot_mapping = slot_mapping
         begin = 0
         for name in ("decodes", "prefills"):
             part: Part | None = getattr(metadata, name)
