@@ -128,16 +128,17 @@ def deterministic(run: Run) -> None:
 
 def drafts(run: Run) -> None:
     """Jobs with drafts, in turns, and judged tokens."""
-    with ExitStack() as stack:
-        engines = run.pair(stack, "llama", **NGRAM)
-        for job, prompts in {"1 x 512": [512], "16 x 512": [512] * 16}.items():
-            rounds: dict[str, list[Any]] = {engine.label: [] for engine in engines}
-            for _ in range(1 + run.rounds):
-                for engine in engines:
-                    rounds[engine.label].append(engine.ask("drafts", prompts=prompts, new=128, seed=4))
-            run.row(drafter="n-gram", job=job, rounds=rounds)
-        row = {"drafter": "n-gram", **run.both(engines)}
-        run.row(**row, **run.judged(engines, "llama", "drafts"))
+    for model in run.names or ("llama", "deepseek"):
+        with ExitStack() as stack:
+            engines = run.pair(stack, model, **NGRAM)
+            for job, prompts in {"1 x 512": [512], "16 x 512": [512] * 16}.items():
+                rounds: dict[str, list[Any]] = {engine.label: [] for engine in engines}
+                for _ in range(1 + run.rounds):
+                    for engine in engines:
+                        rounds[engine.label].append(engine.ask("drafts", prompts=prompts, new=128, seed=4))
+                run.row(model=model, drafter="n-gram", job=job, rounds=rounds)
+            row = {"model": model, "drafter": "n-gram", **run.both(engines)}
+            run.row(**row, **run.judged(engines, model, f"drafts.{model}"))
 
 
 def figures(run: Run) -> None:

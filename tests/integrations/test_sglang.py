@@ -151,7 +151,7 @@ def test_new_keys_and_values_go_to_their_slots(asked: dict[str, bool], new: list
     made, mode = backend(), ForwardMode.DECODE if new is None else ForwardMode.EXTEND
     step = batch(mode, [1, 2], [40, 3], new)
     written: list[Any] = []
-    made._pool.set_kv_buffer = lambda *given: written.append(given)
+    made.token_to_kv_pool.set_kv_buffer = lambda *given: written.append(given)
     made.init_forward_metadata(step)
     q, k, v = (
         torch.full((2, heads, DIM), value, dtype=BF16) for heads, value in ((HEADS, 0), (KV_HEADS, 1), (KV_HEADS, 2))
@@ -202,7 +202,7 @@ def test_e4m3_caches(standin: StandIn, scaled: bool) -> None:
     for _, fields in sent:
         scales = (layer.k_scale.data_ptr(), layer.v_scale.data_ptr()) if scaled else (0, 0)
         assert (fields["k_scale"], fields["v_scale"]) == scales
-    k_cache, v_cache = (half.float() for half in made._pool.get_kv_buffer(layer.layer_id))
+    k_cache, v_cache = (half.float() for half in made.token_to_kv_pool.get_kv_buffer(layer.layer_id))
     expected = (0.5, 0.25) if scaled else (1.0, 1.0)
     assert (k_cache[step.out_cache_loc].unique().tolist(), v_cache[step.out_cache_loc].unique().tolist()) == (
         [expected[0]],

@@ -130,7 +130,7 @@ def test_what_attention_gets(attended: list[Any], execution: SimpleNamespace, de
     query, out = forward(made, step, layer, sinks=torch.arange(HEADS, dtype=BF16))
     ((q, k_cache, v_cache, kv_layout, metadata, options, result),) = attended
     assert (q.shape, q.data_ptr(), result.data_ptr()) == ((2, HEADS, DIM), query.data_ptr(), out.data_ptr())
-    keys, values = made._pool.get_kv_buffer(1)
+    keys, values = made.token_to_kv_pool.get_kv_buffer(1)
     assert (k_cache.data_ptr(), v_cache.data_ptr(), kv_layout) == (keys.data_ptr(), values.data_ptr(), "NHD")
     assert k_cache.shape == v_cache.shape == (keys.shape[0] // PAGE, PAGE, KV_HEADS, DIM)
     assert metadata is made.forward_metadata

@@ -18,11 +18,18 @@ if importlib.util.find_spec("sglang") is None:
 # isort: off
 from tests.integrations.sglang_steps import NAME, batch, server_flags  # noqa: E402  (first: it imports SGLang)
 from tests.integrations.sglang_mla_steps import BF16, FP8, HEADS, LATENT, MAX_LEN, PAGE, backend, forward, layer_of  # noqa: E402
-from tests.integrations.sglang_mla_steps import pool_of, prompt_layer  # noqa: E402
+from tests.integrations.sglang_mla_steps import pool_of, prompt_layer, runner  # noqa: E402
 
 # isort: on
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS  # noqa: E402
 from sglang.srt.mem_cache import memory_pool  # noqa: E402
 from sglang.srt.model_executor.forward_batch_info import ForwardMode  # noqa: E402
+from sglang.srt.model_executor.forward_context import (  # noqa: E402
+    ForwardContext,
+    forward_context,
+    get_req_to_token_pool,
+    get_token_to_kv_pool,
+)
 
 from cubin_runtime.errors import UsageError  # noqa: E402
 from cubin_runtime.integrations.sglang.mla_backend import forward_method  # noqa: E402
@@ -144,6 +151,13 @@ def test_how_layers_run_a_step() -> None:
     from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
 
     assert AttentionBackendRegistry.get_handler(NAME) is forward_method
+
+
+def test_the_engine_finds_its_pools_by_the_backend_of_a_step() -> None:
+    made = runner()
+    with forward_context(ForwardContext(attn_backend=ATTENTION_BACKENDS[NAME](made))):
+        assert get_token_to_kv_pool() is made.token_to_kv_pool
+        assert get_req_to_token_pool() is made.req_to_token_pool
 
 
 def test_prefixes_in_chunks_are_not_turned_off_for_our_name() -> None:

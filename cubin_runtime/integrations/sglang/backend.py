@@ -36,7 +36,7 @@ class CubinRuntimeAttnBackend(PagedAttnBackend):
                 f"kv_cache_dtype: {pool.dtype}, expected the model's, bfloat16 or float16, or float8_e4m3fn"
             )
         super().__init__(model_runner, BLOCK_SIZES)
-        self._pool, self._dtype = pool, dtype
+        self._dtype = dtype
         self._scratch: SharedScratch | None = None
         self._get_ready(getattr(model_runner, "model", None))
 
@@ -53,7 +53,7 @@ class CubinRuntimeAttnBackend(PagedAttnBackend):
             # Queries are a part of the rows that a projection wrote, or, where they were normalized, apart.
             rows = torch.zeros(1, heads + 2 * kv_heads, size, dtype=self._dtype, device=self._first_slots.device)
             part = rows[:, :heads]
-            reserve(part, kv_heads, self._page, "NHD", options, self._limits, _LOGGER, self._pool.dtype)
+            reserve(part, kv_heads, self._page, "NHD", options, self._limits, _LOGGER, self.token_to_kv_pool.dtype)
             self._scratch = shared_scratch(rows.device.index or 0)
             columns = self._first_slots.shape[1]
             for q in (part, torch.zeros_like(part, memory_format=torch.contiguous_format)):
@@ -67,12 +67,12 @@ class CubinRuntimeAttnBackend(PagedAttnBackend):
 
     def _scales(self, layer: Any) -> tuple[Any, Any]:
         """The scales by which keys and values are divided when written, and multiplied when read; None: 1."""
-        return (layer.k_scale, layer.v_scale) if self._pool.dtype == torch.float8_e4m3fn else (None, None)
+        return (layer.k_scale, layer.v_scale) if self.token_to_kv_pool.dtype == torch.float8_e4m3fn else (None, None)
 
     def _caches(self, layer: Any) -> tuple[Any, Any]:
         """K and V of a layer, ``[pages, page_size, kv_heads, head_dim]``."""
         shape = (-1, self._page, layer.tp_k_head_num, layer.qk_head_dim)
-        k_cache, v_cache = self._pool.get_kv_buffer(layer.layer_id)
+        k_cache, v_cache = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
         return k_cache.view(shape), v_cache.view(shape)
 
     def forward_extend(
@@ -97,7 +97,7 @@ class CubinRuntimeAttnBackend(PagedAttnBackend):
         heads, size = layer.tp_q_head_num, layer.qk_head_dim
         check_layer(size, layer.v_head_dim, heads, layer.tp_k_head_num)
         if save_kv_cache and k is not None:
-            self._pool.set_kv_buffer(layer, write_location(forward_batch), k, v, *self._scales(layer))
+            self.token_to_kv_pool.set_kv_buffer(layer, write_location(forward_batch), k, v, *self._scales(layer))
         if sinks is not None:
             sinks = sinks.to(torch.float32)
         queries = q.view(-1, heads, size)

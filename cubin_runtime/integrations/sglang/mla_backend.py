@@ -56,7 +56,6 @@ class CubinRuntimeMlaAttnBackend(PagedAttnBackend):
         ranks = getattr(server, "dcp_size", 1)
         if ranks > 1:
             raise UsageError(f"dcp_size={ranks}: expected 1")
-        self._pool = pool
         self._scratch: SharedScratch | None = None
         # Imported late: a model without MLA need not load the models of others.
         from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
@@ -76,7 +75,7 @@ class CubinRuntimeMlaAttnBackend(PagedAttnBackend):
                 continue
             _check(layer, tokens)
             cache = self._cache(layer)
-            latent, dtype = layer.v_head_dim, _DTYPES[self._pool.dtype]
+            latent, dtype = layer.v_head_dim, _DTYPES[self.token_to_kv_pool.dtype]
             rope = layer.qk_head_dim - latent
             kind = LatentKind(layer.tp_q_head_num, latent, rope, "bfloat16", dtype, tokens, device)
             options = reserve_latent(kind, self._options(layer), self._limits, _LOGGER)
@@ -87,7 +86,7 @@ class CubinRuntimeMlaAttnBackend(PagedAttnBackend):
         return LatentOptions(layer.scaling, 1.0, self._batch_invariant, scratch=self._scratch)
 
     def _cache(self, layer: Any) -> Any:
-        rows = self._pool.get_key_buffer(layer.layer_id)
+        rows = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
         return rows.view(-1, PAGE_SIZE, rows.shape[-1])
 
     def forward_extend(
@@ -110,7 +109,7 @@ class CubinRuntimeMlaAttnBackend(PagedAttnBackend):
         if step.decodes is None:
             return self._prompts(q, k, v, layer, forward_batch)
         if save_kv_cache and k is not None:
-            self._pool.set_kv_buffer(layer, write_location(forward_batch), k, v)
+            self.token_to_kv_pool.set_kv_buffer(layer, write_location(forward_batch), k, v)
         heads, part = layer.tp_q_head_num, step.decodes
         queries = q.view(-1, heads, layer.qk_head_dim)
         out = torch.empty(queries.shape[0], heads, layer.v_head_dim, dtype=q.dtype, device=q.device)

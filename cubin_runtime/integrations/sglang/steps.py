@@ -38,8 +38,10 @@ class PagedAttnBackend(AttentionBackend):  # type: ignore[misc]
                 f"{MAX_QUERIES} tokens of a chain, topk 1 (n-gram: --speculative-ngram-max-bfs-breadth 1)"
             )
         self._page: int = page
+        # SGLang asks the backend of a step for both pools.
+        self.token_to_kv_pool, self.req_to_token_pool = model_runner.token_to_kv_pool, model_runner.req_to_token_pool
         # Of a page's tokens the first says where the page is.
-        self._first_slots = model_runner.req_to_token_pool.req_to_token[:, ::page]
+        self._first_slots = self.req_to_token_pool.req_to_token[:, ::page]
         self.max_context_len: int = model_runner.model_config.context_len
         columns, requests = self._first_slots.shape[1], self._first_slots.shape[0]
         self._bound = min(self.max_context_len + self._drafts, columns * page)
