@@ -281,8 +281,8 @@ def _drafts(engine: str, rows: Sequence[Row]) -> str:
             last = row["rounds"][label][-1]
             drafted = last.get("draft_tokens")
             cells.append(f"{last['accepted_tokens']:.0f} of {drafted:.0f}" if drafted else "-")
-        served = ", ".join(filter(None, (MODELS.get(row.get("model", "")), row["drafter"])))
-        lines.append((served, row["job"], *cells))
+        served = (MODELS[row["model"]], row["drafter"]) if engine == "sglang" else (row["drafter"],)
+        lines.append((", ".join(served), row["job"], *cells))
     labels = [f"accepted, {_name(label)}" for row in rows if "rounds" in row for label in row["rounds"]]
     return _table(("drafter", "requests x prompt", *dict.fromkeys(labels)), lines)
 

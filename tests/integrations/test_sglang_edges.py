@@ -147,9 +147,28 @@ def test_a_layer_that_is_not_a_plain_decoder_is_refused(attended: list[Any], cha
     layer = layer_of(**changed)
     if not changed:
         layer.xai_temperature_len = 1
-    with pytest.raises(UsageError, match="expected a plain decoder layer"):
+    with pytest.raises(UsageError, match="expected a causal decoder layer"):
         forward(made, step, layer)
     assert attended == []
+
+
+BOTH_WAYS = AttentionType.DECODER_BIDIRECTIONAL
+UNLIKE = [{"is_multimodal": True}, {"hf_text_config": SimpleNamespace(use_bidirectional_attention=True)}]
+
+
+def test_text_of_a_model_whose_images_look_both_ways_is_causal(attended: list[Any]) -> None:
+    text = SimpleNamespace(context_len=MAX_LEN, hf_text_config=SimpleNamespace(use_bidirectional_attention=False))
+    made, step = backend(model_config=text), batch(ForwardMode.EXTEND, [1], [40], [8])
+    made.init_forward_metadata(step)
+    forward(made, step, layer_of(attn_type=BOTH_WAYS))
+    assert len(attended) == 1
+
+
+@pytest.mark.parametrize("unlike", UNLIKE)
+def test_images_and_embeddings_that_look_both_ways_are_refused_at_start(unlike: dict[str, Any]) -> None:
+    layers = torch.nn.ModuleList([layer_of(attn_type=BOTH_WAYS)])
+    with pytest.raises(UsageError, match="attn_type=DECODER_BIDIRECTIONAL"):
+        backend(model=layers, model_config=SimpleNamespace(context_len=MAX_LEN, **unlike))
 
 
 def test_the_runner_of_the_tests_has_pages_in_reverse() -> None:

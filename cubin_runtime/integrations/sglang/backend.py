@@ -37,6 +37,7 @@ class CubinRuntimeAttnBackend(PagedAttnBackend):
             )
         super().__init__(model_runner, BLOCK_SIZES)
         self._dtype = dtype
+        self._attn_types = _causal_types(model_runner.model_config)
         self._scratch: SharedScratch | None = None
         self._get_ready(getattr(model_runner, "model", None))
 
@@ -47,9 +48,9 @@ class CubinRuntimeAttnBackend(PagedAttnBackend):
         """
         layers = [each for each in model.modules() if isinstance(each, RadixAttention)] if model is not None else []
         for layer in layers:
+            self._check(layer)
             options = self._options(layer, None)
             size, heads, kv_heads = layer.qk_head_dim, layer.tp_q_head_num, layer.tp_k_head_num
-            check_layer(size, layer.v_head_dim, heads, kv_heads)
             # Queries are a part of the rows that a projection wrote, or, where they were normalized, apart.
             rows = torch.zeros(1, heads + 2 * kv_heads, size, dtype=self._dtype, device=self._first_slots.device)
             part = rows[:, :heads]
@@ -58,6 +59,19 @@ class CubinRuntimeAttnBackend(PagedAttnBackend):
             columns = self._first_slots.shape[1]
             for q in (part, torch.zeros_like(part, memory_format=torch.contiguous_format)):
                 warm_up(q, *self._caches(layer), "NHD", self._options(layer, None), self._limits, columns)
+
+    def _check(self, layer: Any) -> None:
+        """Refuse a layer that is not causal, or has sizes without kernels.
+
+        Raises:
+            UsageError: the message names what it is.
+        """
+        if layer.is_cross_attention or layer.attn_type not in self._attn_types or layer.xai_temperature_len > 0:
+            raise UsageError(
+                f"is_cross_attention={layer.is_cross_attention}, attn_type={layer.attn_type.name}, "
+                f"xai_temperature_len={layer.xai_temperature_len}: expected a causal decoder layer"
+            )
+        check_layer(layer.qk_head_dim, layer.v_head_dim, layer.tp_q_head_num, layer.tp_k_head_num)
 
     def _options(self, layer: Any, sinks: Any) -> LayerOptions:
         soft_cap = float(layer.logit_cap or 0.0)
@@ -92,10 +106,8 @@ class CubinRuntimeAttnBackend(PagedAttnBackend):
         """
         sinks = arguments.pop("sinks", None)
         refuse(arguments)
-        if layer.is_cross_attention or layer.attn_type != AttentionType.DECODER or layer.xai_temperature_len > 0:
-            raise UsageError("is_cross_attention, attn_type, xai_temperature_len: expected a plain decoder layer")
+        self._check(layer)
         heads, size = layer.tp_q_head_num, layer.qk_head_dim
-        check_layer(size, layer.v_head_dim, heads, layer.tp_k_head_num)
         if save_kv_cache and k is not None:
             self.token_to_kv_pool.set_kv_buffer(layer, write_location(forward_batch), k, v, *self._scales(layer))
         if sinks is not None:
@@ -105,3 +117,15 @@ class CubinRuntimeAttnBackend(PagedAttnBackend):
         caches = self._caches(layer)
         attend(queries, *caches, "NHD", self.forward_metadata, self._options(layer, sinks), out)
         return out.view(-1, heads * size)
+
+
+def _causal_types(model: Any) -> tuple[AttentionType, ...]:
+    """The types of a model's layers that are causal.
+
+    Before 0.5.19, SGLang says of all Gemma 3 that it looks both ways, as its embedding models do, whose configuration
+    says so too, and its images; text is causal.
+    """
+    text = getattr(model, "hf_text_config", None)
+    both_ways = getattr(text, "use_bidirectional_attention", None) in (True, "all")
+    both_ways = both_ways or getattr(model, "is_multimodal", False)
+    return (AttentionType.DECODER,) if both_ways else (AttentionType.DECODER, AttentionType.DECODER_BIDIRECTIONAL)
