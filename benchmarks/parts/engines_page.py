@@ -287,6 +287,12 @@ def _drafts(engine: str, rows: Sequence[Row]) -> str:
     return _table(("drafter", "requests x prompt", *dict.fromkeys(labels)), lines)
 
 
+def _drafts_and_tokens(engine: str, rows: Sequence[Row]) -> str:
+    """Accepted draft tokens, and where several models drafted, errors of the tokens."""
+    judged = [row for row in rows if "judge" in row and "model" in row]
+    return "\n\n".join((_drafts(engine, rows), *([_tokens(engine, judged)] if judged else [])))
+
+
 def _drafts_with_lists(engine: str, rows: Sequence[Row]) -> str:
     """Accepted draft tokens, and errors of the tokens."""
     return f"{_drafts(engine, rows)}\n\n{_tokens_with_lists(engine, [row for row in rows if 'judge' in row])}"
@@ -385,7 +391,7 @@ SECTIONS: Mapping[str, Callable[[str, Sequence[Row]], str]] = {
     "tokens_lists": _tokens_with_lists,
     "lists": _layers_with_lists,
     "deterministic": _states,
-    "drafts": _drafts,
+    "drafts": _drafts_and_tokens,
     "drafts_lists": _drafts_with_lists,
     "server": _server,
     "host": _host,
@@ -438,7 +444,7 @@ WORDS = {
     "bf16. Prompts of 1,024 tokens run on vLLM's MLA prefill in all engines; those of 7,000 tokens over bf16 rows with "
     "128 heads on FlashMLA in both. Two rounds: where prompts are short, and in decodes, which wait for the host, "
     "those of one engine differ by more than attention takes.",
-    "tokens_fp8": "`kv_cache_dtype=fp8` with scales of 1; as above.",
+    "tokens_fp8": "Scales of 1; as above.",
     "tokens_lists": "Mean error of the chosen token's logprob, as above. The engine's indexer scores keys in e4m3 with "
     "DeepGEMM, so beyond the lists' length float32 chooses other keys than all backends do; with random weights that "
     "outweighs their rounding. The last row judges our tokens by a model that attends to all keys. `fp8_ds_mla` and "
