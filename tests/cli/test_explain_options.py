@@ -81,7 +81,8 @@ VALUES = {
 # FlashInfer's arguments that are accepted with one meaning, or refused.
 FIXED = {
     *("enable_block_sparse_attention", "bf16q_fp8kv_transform_mode", "request_order", "request_order_plan"),
-    *("is_var_seq", "cute_dsl_impl", "kv_scale_format", "use_fp16_softmax", "uses_spcompress"),
+    *("is_var_seq", "cute_dsl_impl", "kv_scale_format", "use_fp16_softmax", "uses_spcompress", "sparse_top_k"),
+    *("length_aware_schedule", "variable_window_token_starts", "variable_window_token_ends"),
 }
 
 

@@ -119,6 +119,16 @@ def test_a_window_without_a_causal_mask(paged: Attend) -> None:
     assert (seen["window_left"], seen["window_right"]) == (100, NO_WINDOW)
 
 
+def test_a_window_on_both_sides(paged: Attend) -> None:
+    seen = paged(window_left=100, window_right=7, causal=False)
+    assert (seen["window_left"], seen["window_right"]) == (100, 7)
+
+
+@pytest.mark.parametrize("right", [-1, 0])
+def test_a_window_to_the_right_of_a_causal_mask(paged: Attend, right: int) -> None:
+    assert paged(window_left=100, window_right=right)["window_right"] == 0
+
+
 @pytest.mark.parametrize("factor", [0, 1e-30, 1000.0])
 def test_keys_of_little_weight_count_too(attend: Attend, factor: float) -> None:
     assert attend(skip_softmax_threshold_scale_factor=factor)["window_left"] == NO_WINDOW
@@ -251,6 +261,10 @@ BOTH: list[tuple[dict[str, Any], str]] = [
     ({"workspace_buffer": tensor("uint8", 64, device=1)}, "workspace_buffer: on device 1"),
 ]
 PAGED: list[tuple[dict[str, Any], str]] = [
+    ({"window_right": 1}, "window_right=1: expected -1 or 0 with causal=True"),
+    ({"window_right": 2.5}, "window_right=2.5: expected an integer"),
+    ({"variable_window_token_starts": tensor("int32", 300)}, "variable_window_token_starts=a TensorView"),
+    ({"variable_window_token_ends": tensor("int32", 300)}, "variable_window_token_ends=a TensorView"),
     ({"kv_cache_sf": tensor(FP8, 64, 2, 4, 32, 8)}, "kv_cache_sf=a TensorView.*'native'"),
     ({"uses_shared_paged_kv_idx": False}, r"block_tables: shape \(3, 16\), expected \[batch, 2, columns\] with"),
     ({"o_sf_scale": 1.0}, "o_sf_scale=1.0"),

@@ -99,6 +99,8 @@ DECODE: list[tuple[dict[str, Any], str]] = [
     ({"mask": object()}, "mask=a object: .*expected None"),
     ({"sinks": []}, "sinks: 0 tensors, expected one"),
     ({"enable_block_sparse_attention": True}, "enable_block_sparse_attention=True"),
+    ({"sparse_top_k": 64}, "sparse_top_k=64: .*expected 0"),
+    ({"length_aware_schedule": 1}, "length_aware_schedule=1: expected True or False"),
     ({"cp_world": 2}, "cp_world=2: .*by backend 'trtllm-gen' has no kernel"),
     ({"causal_seqlens_kv_global": tensor("int32", 4)}, "causal_seqlens_kv_global=a TensorView: .*'trtllm-gen'"),
     ({"bf16q_fp8kv_transform_mode": "x"}, "bf16q_fp8kv_transform_mode='x'"),
@@ -186,6 +188,8 @@ CONTEXT: list[tuple[dict[str, Any], str]] = [
     ({"max_kv_len": 0}, "max_kv_len=0"),
     ({"use_fp16_softmax": True}, "use_fp16_softmax=True"),
     ({"uses_spcompress": True}, "uses_spcompress=True"),
+    ({"window_right": 1}, "window_right=1: .*'trtllm-gen'.*expected -1"),
+    ({"window_right": 0, "causal": False}, "window_right=0: .*'trtllm-gen'"),
     (
         {
             "kv_cache": lambda m: (

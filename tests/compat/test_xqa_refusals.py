@@ -165,6 +165,8 @@ TRTLLM: list[tuple[dict[str, Any], str]] = [
     ({"request_order": tensor("int32", 4)}, "request_order=a TensorView: .*expected None"),
     ({"request_order_plan": object()}, "request_order_plan=a object: .*expected None"),
     ({"enable_block_sparse_attention": True}, "enable_block_sparse_attention=True"),
+    ({"sparse_top_k": 64}, "sparse_top_k=64: .*expected 0"),
+    ({"length_aware_schedule": 1}, "length_aware_schedule=1: expected True or False"),
     ({"bf16q_fp8kv_transform_mode": "x"}, "bf16q_fp8kv_transform_mode='x'"),
     ({"q_len_per_req": None}, "q_len_per_req: None without cum_seq_lens_q"),
     ({"max_q_len": 2}, "max_q_len=2 without cum_seq_lens_q"),

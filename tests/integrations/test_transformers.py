@@ -257,7 +257,8 @@ def test_the_benchmark_runs_on_small_models(stand_in: StandIn) -> None:
     assert min(row["ratios"]["eager"]["us"] for row in found["steps"]) > 0
     assert {row["times"]["flash_attention_3"][:5] for row in found["steps"][:3]} == {"Impor"}
     speeds = [row["tokens_per_s"][NAME] for row in found["continuous_batching"]]
-    assert [type(speed) for speed in speeds] == [float] * 4
+    refused = [speed for speed in speeds if "not supported for continuous batching" in str(speed)]  # from 5.23 on
+    assert refused == speeds or [type(speed) for speed in speeds] == [float] * 4
     assert kept == [1, 2, 3, 3, 3, 4, 5, 6, 6, 6, 6]
     environment = {"gpu": {"name": "CPU"}, "packages": {}, "date": ""}
     assert "eager, ratio" in client_pages.transformers({"environment": environment, "rounds": 1, **found})

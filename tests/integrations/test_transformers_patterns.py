@@ -109,11 +109,14 @@ def test_decoding_with_layers_that_say_that_they_are_not_causal(cache: Any) -> N
         assert_near(ours, theirs, TOLERANCE)
 
 
-def test_a_model_that_asks_for_no_mask_is_refused() -> None:
+def test_a_model_that_asks_for_no_mask_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = {"num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16, "ffn_dim": 64, "hidden_size": 64}
     model = built(lambda: MoshiForCausalLM(MoshiConfig(vocab_size=128, num_key_value_heads=4, **shape)))
-    with pytest.raises(UsageError, match="attention_mask=None: MoshiAttention is causal, but its model asked for no"):
-        outputs(model, NAME)
+    with monkeypatch.context() as patched:  # as before 5.24
+        module = "transformers.models.moshi.modeling_moshi"
+        patched.setattr(f"{module}.create_causal_mask", lambda *_, **__: None, raising=False)
+        with pytest.raises(UsageError, match="attention_mask=None: MoshiAttention is causal, but its model asked for"):
+            outputs(model, NAME)
     valid = torch.ones(2, 20, dtype=torch.long)
     ours, theirs = (outputs(model, one, attention_mask=valid) for one in (NAME, "eager"))
     assert_near(ours, theirs, TOLERANCE)
@@ -327,6 +330,9 @@ def test_a_mask_of_every_key_may_be_added_to_scores() -> None:
 
 def test_an_implementation_for_continuous_batching_needs_its_cache() -> None:
     model = built(lambda: made("llama"))
+    model.set_attn_implementation(f"paged|{NAME}")
+    if model.config._attn_implementation == NAME:
+        pytest.skip("this transformers knows the prefix paged| for its own names alone")
     with pytest.raises(UsageError, match="generate_batch"):
         outputs(model, f"paged|{NAME}", attention_mask=torch.ones(2, 20, dtype=torch.long))
     assert AttentionInterface()[f"paged|{NAME}"] is not AttentionInterface()[NAME]

@@ -142,6 +142,8 @@ class DecodeArguments(PagedArguments):
     bf16q_fp8kv_transform_mode: Any = None
     request_order: Tensor | None = None
     request_order_plan: Any = None
+    sparse_top_k: int = 0
+    length_aware_schedule: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,6 +187,9 @@ class ContextArguments(PagedArguments):
     backend: CompatContextBackend
     use_fp16_softmax: bool | None
     uses_spcompress: bool | None
+    window_right: int
+    variable_window_token_starts: Tensor | None
+    variable_window_token_ends: Tensor | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -51,6 +51,7 @@ def attend_paged(call: ContextArguments, q: TensorView, lengths: TensorView) -> 
         _PAGED_NAMES,
         (q, key, value),
         causal=call.causal,
+        window_right=call.window_right,
         max_seq_len=min(call.max_kv_len, table.shape[-1] * key.shape[1 if call.kv_layout == "NHD" else 2]),
         page_table=table,
         seq_lens=lengths,

@@ -65,6 +65,8 @@ def trtllm_batch_decode_with_kv_cache(
     bf16q_fp8kv_transform_mode: Any = None,
     request_order: Tensor | None = None,
     request_order_plan: Any = None,
+    sparse_top_k: int = 0,
+    length_aware_schedule: bool = False,
     *,
     batch_invariant: bool = False,
 ) -> Any:
@@ -104,8 +106,9 @@ def trtllm_batch_decode_with_kv_cache(
         multi_ctas_kv_counter_buffer: trtllm-gen: zeroed counters, left zeroed; None: allocated for this call. Unused
             by xqa.
         uses_shared_paged_kv_idx: False: ``block_tables`` has the pages of K and those of V.
-        enable_block_sparse_attention, bf16q_fp8kv_transform_mode, request_order, request_order_plan: refused unless at
-            their defaults.
+        enable_block_sparse_attention, bf16q_fp8kv_transform_mode, request_order, request_order_plan, sparse_top_k:
+            refused unless at their defaults.
+        length_aware_schedule: unused: work is divided by the lengths in every call.
         cp_world, cp_rank, causal_seqlens_kv_global: xqa: key i of all ranks is on rank i modulo ``cp_world``; int32
             ``[batch]``, contiguous: keys of each request on all ranks, without those of its query tokens. Query token j
             sees this rank's keys up to that position plus j; ``seq_lens`` counts those that the last one sees. Without
@@ -155,9 +158,12 @@ def trtllm_batch_decode_with_kv_cache(
         bf16q_fp8kv_transform_mode=bf16q_fp8kv_transform_mode,
         request_order=request_order,
         request_order_plan=request_order_plan,
+        sparse_top_k=sparse_top_k,
+        length_aware_schedule=length_aware_schedule,
         batch_invariant=batch_invariant,
     )
     call.refuse("enable_block_sparse_attention", "bf16q_fp8kv_transform_mode", "request_order", "request_order_plan")
+    call.refuse("sparse_top_k")
     q, lengths = query_of(query, 3), view_of(seq_lens, "seq_lens")
     name = call.backend_on(q.device, call.backend)
     max_q, cum_q = query_lengths(call, call.q_len_per_req, batch_of(lengths), q.shape[0])

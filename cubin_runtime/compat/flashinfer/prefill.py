@@ -62,6 +62,9 @@ def trtllm_batch_context_with_kv_cache(
     use_fp16_softmax: bool | None = None,
     uses_spcompress: bool | None = None,
     backend: CompatContextBackend = "trtllm-gen",
+    window_right: int = -1,
+    variable_window_token_starts: Tensor | None = None,
+    variable_window_token_ends: Tensor | None = None,
     *,
     batch_invariant: bool = False,
 ) -> Any:
@@ -77,6 +80,9 @@ def trtllm_batch_context_with_kv_cache(
         multi_ctas_kv_counter_buffer: unused.
         use_fp16_softmax, uses_spcompress: refused: they are for other GPUs.
         backend: "trtllm-gen" or "auto": the backend that supports the device, native kernels on Hopper; "native".
+        window_right: native: keys after its own that a query token sees without ``causal``; -1: all. With ``causal``
+            -1 or 0, for trtllm-gen nothing else.
+        variable_window_token_starts, variable_window_token_ends: refused.
 
     Returns:
         ``out``, or (``out``, ``lse``).
@@ -113,14 +119,19 @@ def trtllm_batch_context_with_kv_cache(
         use_fp16_softmax=use_fp16_softmax,
         uses_spcompress=uses_spcompress,
         backend=backend,
+        window_right=window_right,
+        variable_window_token_starts=variable_window_token_starts,
+        variable_window_token_ends=variable_window_token_ends,
         batch_invariant=batch_invariant,
     )
-    call.refuse("use_fp16_softmax", "uses_spcompress")
+    call.refuse("use_fp16_softmax", "uses_spcompress", "variable_window_token_starts", "variable_window_token_ends")
     q, lengths = query_of(query, 3), lengths_of(seq_lens)
     check_batch(call.batch_size, lengths)
     name = context_backend(call, q.device)
     if name == NATIVE:
         return attend_paged(call, q, lengths)
+    if not (call.causal and call.window_right == 0):
+        call.refuse("window_right", backend=name)
     key, value = cache_pair_by_head(kv_cache, call.kv_layout)
     return run_call(
         ContextCall,

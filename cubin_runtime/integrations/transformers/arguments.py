@@ -20,6 +20,7 @@ REFUSED = {
     "indices": "no kernel attends to keys that are chosen one by one",
     "block_indices": "no kernel attends to blocks of keys that are chosen",
     "output_attentions": "no kernel stores probabilities",
+    "sinks": "no kernel has a sink of each query; s_aux are those of heads",
     "seq_idx": "sequences are packed by position_ids, or by cu_seq_lens_q and cu_seq_lens_k",
 }
 
