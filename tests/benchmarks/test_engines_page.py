@@ -114,3 +114,24 @@ def test_the_reason_of_a_refusal(tmp_path: Path) -> None:
     lines = ["a warning: not supported here", "ValueError: Selected backend. Reason: ['head_size not supported']"]
     text = page(tmp_path, "vllm_refusals", {"refused": "head_dim 512", "lines": lines})
     assert text.endswith("| head_dim 512 | `head_size not supported` |")
+
+
+def test_outcomes_of_the_engines_own_tests(tmp_path: Path) -> None:
+    functions = {"test_a.py: test_a": {"passed": 1200, "skipped": 3}, "test_b.py: test_b": {"refused": 2}}
+    report = {"functions": functions, "reasons": {"refused": {"causal: expected a causal step": 2}}}
+    environment = {"gpu": {"name": "a GPU"}, "packages": PACKAGES}
+    (tmp_path / "vllm_tests.json").write_text(json.dumps({"environment": environment, **report}))
+    text = figures(tmp_path)
+    assert "a GPU, vLLM 0.26.0" in text
+    assert "Refused: `causal: expected a causal step` (2)." in text
+    assert text.endswith("| `test_a` | 1,200 | 0 | 0 | 3 |\n| `test_b` | 0 | 2 | 0 | 0 |")
+
+
+def test_draft_tokens_of_several_models(tmp_path: Path) -> None:
+    rounds = {"triton": [{}, {"accepted_tokens": 5, "draft_tokens": 9}]}
+    judged = {"made": {"triton": {}}, "judge": {"cubin_runtime": {"mean_error": 0.01, "tokens": 9}, "triton": {}}}
+    judged["judge"]["triton"] = {"mean_error": 0.02, "tokens": 9}
+    row = {"model": "deepseek", "drafter": "n-gram"}
+    text = page(tmp_path, "sglang_drafts", row | {"job": "1 x 512", "rounds": rounds}, row | judged)
+    assert "| DeepSeek V3 with 16 heads, 4 layers, n-gram | 1 x 512 | 5 of 9 |" in text
+    assert text.endswith("| DeepSeek V3 with 16 heads, 4 layers | 9 | 0.0200 |")
