@@ -13,27 +13,22 @@ anything was compared; ``failed``; ``skipped``: by the test, or since it tests g
 
 from __future__ import annotations
 
-import json
-import os
 import sys
-import time
-import traceback
 from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from sampling import sampled
+from recording import Recording
 
 from cubin_runtime.attention.backends import BackendError
 from cubin_runtime.compat import flash_attn_interface as ours
 from cubin_runtime.errors import UsageError
 
-SETTINGS = json.loads(os.environ.get("FLASH_ATTN_TESTS", "{}"))  # written by run.py
+RECORDING = Recording("FLASH_ATTN_TESTS")
 NO_MEMORY = "out of memory"
 MEMORY = 0.85  # of the device's that tensors of all processes may take; contexts and libraries take memory too
 KEPT_BYTES = 1 << 30
-FATAL = ("illegal memory access", "misaligned address", "unspecified launch failure", "device-side assert")
 # Not forward attention, or not a name of ours: gradients, schemas of the peer's own operators, merging of splits.
 OTHERS = ("test_flash_attn_race_condition", "test_flash3_bw_compatibility", "test_flash_attn_combine")
 
@@ -52,7 +47,7 @@ def pytest_configure() -> None:
     if not torch.cuda.is_available():  # so that the tests can be listed
         torch.cuda.get_device_capability = lambda *_: (9, 0)  # type: ignore[assignment]
     else:
-        torch.cuda.set_per_process_memory_fraction(MEMORY / SETTINGS.get("jobs", 1))
+        torch.cuda.set_per_process_memory_fraction(MEMORY / RECORDING.settings.get("jobs", 1))
     module = ModuleType("flash_attn_interface")
     for name in ours.__all__:
         setattr(module, name, translated(getattr(ours, name)))
@@ -84,22 +79,13 @@ def translated(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def function_of(item: pytest.Item) -> str:
-    """The function of a test."""
-    return item.nodeid.split("[")[0]
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Keep this process's share of the sample; the parts of tests that we take come first."""
     import itertools
 
     for module in {item.module for item in items}:  # type: ignore[attr-defined]
         module.itertools = SimpleNamespace(product=lambda *lists: iter(ordered(list(itertools.product(*lists)))))
-    items[:] = [item for item in items if not any(name in item.nodeid for name in OTHERS)]
-    job, jobs = SETTINGS.get("job", 0), SETTINGS.get("jobs", 1)
-    chosen = sampled(items, SETTINGS.get("sample", len(items)), SETTINGS.get("seed", 0), function_of)
-    write({"collected": len(items), "sample": len(chosen)})
-    items[:] = chosen[job::jobs]
+    items[:] = RECORDING.share_of([item for item in items if not any(name in item.nodeid for name in OTHERS)])
 
 
 def ordered(parts: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
@@ -117,10 +103,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
     """Pass over what remains when the time is up."""
     Counts.calls = Counts.translated = 0
     free_memory()
-    if time.time() > SETTINGS.get("until", float("inf")):
-        write({"test": item.nodeid, "outcome": "not run"})
-        return True
-    return None
+    return RECORDING.passes_over(item)
 
 
 def free_memory() -> None:
@@ -137,14 +120,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     made: Any = yield
     if call.when != "call" and made.get_result().passed:
         return
-    error = call.excinfo.value if call.excinfo else None
-    outcome, reason = outcome_of(error)
-    record = {"test": item.nodeid, "outcome": outcome, "reason": reason, "seconds": round(call.duration, 3)}
-    if outcome == "failed" and error is not None:
-        record["traceback"] = "".join(traceback.format_exception(error, limit=-4))[-3000:]
-    write({**record, "calls": Counts.calls, "translated": Counts.translated})
-    if outcome == "failed" and any(word in reason for word in FATAL):
-        pytest.exit("the device reports an error that does not go away", returncode=1)
+    outcome, reason = outcome_of(call.excinfo.value if call.excinfo else None)
+    RECORDING.end(item, call, outcome, reason, calls=Counts.calls, translated=Counts.translated)
 
 
 def outcome_of(error: BaseException | None) -> tuple[str, str]:
@@ -158,10 +135,3 @@ def outcome_of(error: BaseException | None) -> tuple[str, str]:
     if isinstance(error, (UsageError, BackendError)):
         return "passed in part" if Counts.calls else "refused", str(error)[:300]
     return "failed", f"{type(error).__name__}: {error}"[:2000]
-
-
-def write(record: dict[str, Any]) -> None:
-    """Append to this process's file, so that a run that is stopped leaves what it has."""
-    if "records" in SETTINGS:
-        with open(SETTINGS["records"], "a") as opened:
-            opened.write(json.dumps(record) + "\n")

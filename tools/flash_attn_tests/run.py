@@ -13,12 +13,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import sys
 import tarfile
-import tempfile
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -76,42 +73,15 @@ def stage(given: argparse.Namespace) -> int:
 
 def run(given: argparse.Namespace) -> int:
     """Run the tests and write the report."""
-    sys.path.append(str(ROOT / "benchmarks"))
-    from gpu_environment import gpu_environment
-
-    given.out.mkdir(parents=True, exist_ok=True)
-    began = time.time()
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        with tarfile.open(given.staged) as opened:
-            opened.extractall(folder, filter="data")
-        statuses = flashinfer_run.run_jobs(
-            given,
-            folder,
-            began + given.seconds,
-            NAME,
-            flashinfer_run.pytest_command(given, TEST),
-            lambda own: environment(folder, own),
-            grace=20,
-        )
-        records = [record for path in folder.glob("records-*") for record in flashinfer_run.read(path)]
-        staged = json.loads((folder / "staged.json").read_text())
-    report: dict[str, Any] = {"environment": {} if given.collect else gpu_environment(), **staged}
-    report |= {"jobs": given.jobs, "seed": given.seed, "seconds": round(time.time() - began, 1), **summary(records)}
-    return int(flashinfer_run.written(given, NAME, report, statuses))
+    command = flashinfer_run.pytest_command(given, TEST)
+    return int(flashinfer_run.run_staged(given, NAME, command, environment, summary))
 
 
 def environment(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
     """The environment of a process: the tests from ``folder``, our package from here."""
-    paths = [HERE, FLASHINFER, ROOT, folder, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    return {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "FLASH_ATTENTION_DISABLE_BACKWARD": "TRUE",
-        "FLASH_ATTN_TESTS": json.dumps(settings),
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "PYTHONPATH": os.pathsep.join(str(path) for path in paths if str(path)),
-    }
+    variables = {"OMP_NUM_THREADS": "1", "FLASH_ATTENTION_DISABLE_BACKWARD": "TRUE"}
+    variables["FLASH_ATTN_TESTS"] = json.dumps(settings)
+    return dict(flashinfer_run.around(HERE, FLASHINFER, ROOT, folder, **variables))
 
 
 def summary(records: list[dict[str, Any]]) -> dict[str, Any]:

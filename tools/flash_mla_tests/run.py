@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import tarfile
 import tempfile
@@ -110,14 +109,8 @@ def run(given: argparse.Namespace) -> int:
 
 def environment(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
     """The environment of a process: the tests from ``folder``, our package from here."""
-    paths = [FLASHINFER, ROOT, folder, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    return {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "FLASH_MLA_TESTS": json.dumps(settings),
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "PYTHONPATH": os.pathsep.join(str(path) for path in paths if str(path)),
-    }
+    variables = {"OMP_NUM_THREADS": "1", "FLASH_MLA_TESTS": json.dumps(settings)}
+    return dict(flashinfer_run.around(FLASHINFER, ROOT, folder, **variables))
 
 
 def summary(records: list[dict[str, Any]]) -> dict[str, Any]:

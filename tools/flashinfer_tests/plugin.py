@@ -19,24 +19,21 @@ from __future__ import annotations
 import fcntl
 import functools
 import gc
-import json
-import os
 import sys
-import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
-from sampling import sampled
+from recording import Recording
 
 from cubin_runtime.attention.backends import BackendError
 from cubin_runtime.compat import flashinfer as ours
 from cubin_runtime.errors import UsageError
 
-SETTINGS = json.loads(os.environ.get("FLASHINFER_TESTS", "{}"))  # written by run.py
+RECORDING = Recording("FLASHINFER_TESTS")
+SETTINGS = RECORDING.settings
 TRTLLM_GEN = "trtllm-gen"
 OTHER_BACKENDS = ("cute-dsl", "trtllm-native")
 CONTEXT = ("trtllm_batch_context_with_kv_cache", "trtllm_ragged_attention_deepseek")
@@ -46,7 +43,6 @@ NO_MEMORY_OF_LIBRARIES = "CUBLAS_STATUS_ALLOC_FAILED"
 # It decodes twice, and then expects errors about counters of trtllm-gen kernels, which native kernels do without.
 EXPECTS_COUNTERS = "::test_trtllm_batch_decode_mla_preallocated_out[1-1]"
 KEPT_BYTES = 4 << 30  # what a process keeps allocated for its next test
-FATAL = ("illegal memory access", "misaligned address", "unspecified launch failure", "device-side assert")
 
 
 class Architecture(int):
@@ -167,18 +163,9 @@ def with_zeroed_workspace(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
     return (*args[:2], own(args[2]), *args[3:]), kwargs
 
 
-def function_of(item: pytest.Item) -> str:
-    """File and function of a test."""
-    return item.nodeid.split("[")[0]
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep this process's share of the sample."""
-    job, jobs = SETTINGS.get("job", 0), SETTINGS.get("jobs", 1)
-    chosen = sampled(items, SETTINGS.get("sample", len(items)), SETTINGS.get("seed", 0), function_of)
-    write({"collected": len(items), "sample": len(chosen)})
-    # Long tests are neighbours, so that each process gets as many.
-    items[:] = chosen[job::jobs]
+    items[:] = RECORDING.share_of(items)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -222,10 +209,7 @@ def free_memory(kept: int) -> None:
 def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
     """Pass over what remains when the time is up."""
     Counts.calls = Counts.translated = 0
-    if time.time() > SETTINGS.get("until", float("inf")):
-        write({"test": item.nodeid, "outcome": "not run"})
-        return True
-    return None
+    return RECORDING.passes_over(item)
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -235,19 +219,13 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     report = made.get_result()
     if call.when != "call" and report.passed:
         return
-    error = call.excinfo.value if call.excinfo else None
-    outcome, reason = outcome_of(error)
+    outcome, reason = outcome_of(call.excinfo.value if call.excinfo else None)
     if reason == NO_MEMORY and not Run.is_alone and "turn" in SETTINGS:
         Run.short_of_memory.add(item.nodeid)
         return
     if outcome == "failed" and reason.startswith("Failed: DID NOT RAISE") and item.nodeid.endswith(EXPECTS_COUNTERS):
         outcome, reason = "skipped", "expects errors about counters that native kernels do without"
-    record = {"test": item.nodeid, "outcome": outcome, "reason": reason, "seconds": round(call.duration, 3)}
-    if outcome == "failed" and error is not None:
-        record["traceback"] = "".join(traceback.format_exception(error, limit=-6))[-4000:]
-    write({**record, "translated": Counts.translated})
-    if outcome == "failed" and any(word in reason for word in FATAL):
-        pytest.exit("the device reports an error that does not go away", returncode=1)
+    RECORDING.end(item, call, outcome, reason, translated=Counts.translated)
 
 
 def outcome_of(error: BaseException | None) -> tuple[str, str]:
@@ -275,10 +253,3 @@ def chain_of(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
-
-
-def write(record: dict[str, Any]) -> None:
-    """Append to this process's file, so that a run that is stopped leaves what it has."""
-    if "records" in SETTINGS:
-        with Path(SETTINGS["records"]).open("a") as opened:
-            opened.write(json.dumps(record) + "\n")

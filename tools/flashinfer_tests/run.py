@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -146,17 +147,57 @@ def run_jobs(
 
 def environment(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
     """The environment of a process: FlashInfer and its tests from ``folder``, our package from here."""
-    paths = [HERE, ROOT, folder, folder / "site", *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     return {
         "FLASHINFER_CUDA_ARCH_LIST": "9.0a",
         "FLASHINFER_LOGLEVEL": "0",
-        "OMP_NUM_THREADS": "2",
-        **os.environ,
-        "FLASHINFER_WORKSPACE_BASE": str(folder),
-        "FLASHINFER_TESTS": json.dumps(settings),
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "PYTHONPATH": os.pathsep.join(str(path) for path in paths if str(path)),
+        **around(
+            HERE,
+            ROOT,
+            folder,
+            folder / "site",
+            OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", "2"),
+            FLASHINFER_WORKSPACE_BASE=str(folder),
+            FLASHINFER_TESTS=json.dumps(settings),
+        ),
     }
+
+
+def around(*paths: Path, **variables: str) -> dict[str, str]:
+    """This process's environment with ``variables``, and ``paths`` in front of PYTHONPATH."""
+    found = [*map(str, paths), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": os.pathsep.join(found), **variables}
+
+
+def run_staged(
+    given: argparse.Namespace,
+    name: str,
+    command: list[str],
+    environment_of: Callable[[Path, dict[str, Any]], dict[str, str]],
+    summary_of: Callable[[list[dict[str, Any]]], dict[str, Any]],
+    prepare: Callable[[Path], None] = lambda _: None,
+) -> int:
+    """Run the tests of ``given.staged`` with ``command`` and write the report; the exit status of the run.
+
+    ``prepare`` completes the folder into which they are unpacked, which ``environment_of`` gets with the settings of a
+    process.
+    """
+    sys.path.append(str(ROOT / "benchmarks"))
+    from gpu_environment import gpu_environment
+
+    given.out.mkdir(parents=True, exist_ok=True)
+    began = time.time()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        with tarfile.open(given.staged) as opened:
+            opened.extractall(folder, filter="data")
+        prepare(folder)
+        until = began + given.seconds
+        statuses = run_jobs(given, folder, until, name, command, partial(environment_of, folder), grace=20)
+        records = [record for path in folder.glob("records-*") for record in read(path)]
+        staged = json.loads((folder / "staged.json").read_text())
+    report: dict[str, Any] = {"environment": {} if device_name() == "none" else gpu_environment(), **staged}
+    report |= {"jobs": given.jobs, "seed": given.seed, "seconds": round(time.time() - began, 1), **summary_of(records)}
+    return written(given, name, report, statuses)
 
 
 def read(path: Path) -> list[dict[str, Any]]:

@@ -9,24 +9,19 @@ Outcomes: ``passed``; ``refused``: by our backend, with the reason; ``failed``; 
 
 from __future__ import annotations
 
-import json
-import os
 import tempfile
-import time
-import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from sampling import sampled
+from recording import Recording
 
 from cubin_runtime.errors import UsageError
 
-SETTINGS = json.loads(os.environ.get("VLLM_TESTS", "{}"))  # written by run.py
+RECORDING = Recording("VLLM_TESTS")
 MEMORY = 0.85  # of the device's that tensors of all processes may take
 KEPT_BYTES = 2 << 30
-FATAL = ("illegal memory access", "misaligned address", "unspecified launch failure", "device-side assert")
 FUNCTIONS = (
     *("test_causal_backend_correctness", "test_sliding_window_backend_correctness"),
     *("test_sliding_window_encoder_backend_correctness", "test_non_causal_backend_correctness"),
@@ -49,7 +44,7 @@ class Ours:
 def pytest_configure() -> None:
     """Share the device's memory."""
     if torch.cuda.is_available():
-        torch.cuda.set_per_process_memory_fraction(MEMORY / SETTINGS.get("jobs", 1))
+        torch.cuda.set_per_process_memory_fraction(MEMORY / RECORDING.settings.get("jobs", 1))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -70,13 +65,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             use_ours_in_dense_mla(module)
         elif hasattr(module, "NON_CAUSAL_BACKENDS_TO_TEST"):
             use_ours_in_decoders(module)
-    items[:] = [item for item in items if item.nodeid.split("::")[1].split("[")[0] in FUNCTIONS]
-    job, jobs = SETTINGS.get("job", 0), SETTINGS.get("jobs", 1)
-    chosen = sampled(
-        items, SETTINGS.get("sample", len(items)), SETTINGS.get("seed", 0), lambda i: i.nodeid.split("[")[0]
-    )
-    write({"collected": len(items), "sample": len(chosen)})
-    items[:] = chosen[job::jobs]
+    ours = [item for item in items if item.nodeid.split("::")[1].split("[")[0] in FUNCTIONS]
+    items[:] = RECORDING.share_of(ours)
 
 
 def use_ours_in_decoders(module: Any) -> None:
@@ -136,10 +126,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
     """Pass over what remains when the time is up."""
     if torch.cuda.is_available() and torch.cuda.memory_reserved() > KEPT_BYTES:
         torch.cuda.empty_cache()
-    if time.time() > SETTINGS.get("until", float("inf")):
-        write({"test": item.nodeid, "outcome": "not run"})
-        return True
-    return None
+    return RECORDING.passes_over(item)
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -148,14 +135,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     made: Any = yield
     if call.when != "call" and made.get_result().passed:
         return
-    error = call.excinfo.value if call.excinfo else None
-    outcome, reason = outcome_of(error)
-    record = {"test": item.nodeid, "outcome": outcome, "reason": reason, "seconds": round(call.duration, 3)}
-    if outcome == "failed" and error is not None:
-        record["traceback"] = "".join(traceback.format_exception(error, limit=-6))[-3000:]
-    write(record)
-    if outcome == "failed" and any(word in reason for word in FATAL):
-        pytest.exit("the device reports an error that does not go away", returncode=1)
+    RECORDING.end(item, call, *outcome_of(call.excinfo.value if call.excinfo else None))
 
 
 def outcome_of(error: BaseException | None) -> tuple[str, str]:
@@ -167,10 +147,3 @@ def outcome_of(error: BaseException | None) -> tuple[str, str]:
     if isinstance(error, (UsageError, NotImplementedError)):
         return "refused", str(error)[:300]
     return "failed", f"{type(error).__name__}: {error}"[:2000]
-
-
-def write(record: dict[str, Any]) -> None:
-    """Append to this process's file, so that a run that is stopped leaves what it has."""
-    if "records" in SETTINGS:
-        with open(SETTINGS["records"], "a") as opened:
-            opened.write(json.dumps(record) + "\n")

@@ -13,16 +13,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import tarfile
-import tempfile
-import time
 from pathlib import Path, PurePath
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
 FLASHINFER = HERE.parent / "flashinfer_tests"
 sys.path.insert(0, str(FLASHINFER))  # whose modules have the names of ours
 
@@ -147,33 +143,10 @@ def stage(given: argparse.Namespace) -> int:
 
 def run(given: argparse.Namespace) -> int:
     """Run the tests and write the report."""
-    sys.path.append(str(ROOT / "benchmarks"))
-    from gpu_environment import gpu_environment
-
-    given.out.mkdir(parents=True, exist_ok=True)
-    began = time.time()
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        with tarfile.open(given.staged) as opened:
-            opened.extractall(folder, filter="data")
-        prepare(folder)
-        # Without pytest's handler of logs, for which torch would write a trace of every compilation.
-        command = [*flashinfer_run.pytest_command(given, f"{FOLDER}/{TESTS[0]}"), "-p", "no:logging"]
-        statuses = flashinfer_run.run_jobs(
-            given,
-            folder,
-            began + given.seconds,
-            NAME,
-            [*command, *(f"{FOLDER}/{name}" for name in TESTS[1:])],
-            lambda own: environment(folder, own),
-            grace=20,
-        )
-        records = [record for path in folder.glob("records-*") for record in flashinfer_run.read(path)]
-        staged = json.loads((folder / "staged.json").read_text())
-    without_gpu = flashinfer_run.device_name() == "none"
-    report: dict[str, Any] = {"environment": {} if without_gpu else gpu_environment(), **staged}
-    report |= {"jobs": given.jobs, "seed": given.seed, "seconds": round(time.time() - began, 1), **summary(records)}
-    return int(flashinfer_run.written(given, NAME, report, statuses))
+    # Without pytest's handler of logs, for which torch would write a trace of every compilation.
+    command = [*flashinfer_run.pytest_command(given, f"{FOLDER}/{TESTS[0]}"), "-p", "no:logging"]
+    command += [f"{FOLDER}/{name}" for name in TESTS[1:]]
+    return int(flashinfer_run.run_staged(given, NAME, command, environment, summary, prepare))
 
 
 def prepare(folder: Path) -> None:
@@ -187,16 +160,9 @@ def prepare(folder: Path) -> None:
 
 def environment(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
     """The environment of a process: the tests from ``folder``, vLLM and our package from PYTHONPATH."""
-    paths = [HERE, FLASHINFER, folder, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    return {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_TESTS": json.dumps(settings),
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "PYTHONPATH": os.pathsep.join(str(path) for path in paths if str(path)),
-    }
+    variables = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    variables["VLLM_TESTS"] = json.dumps(settings)
+    return dict(flashinfer_run.around(HERE, FLASHINFER, folder, **variables))
 
 
 def summary(records: list[dict[str, Any]]) -> dict[str, Any]:
