@@ -6,9 +6,8 @@ it takes the contrary: that strides grow or divide one another, and that interle
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
+from functools import lru_cache, partial
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -206,31 +205,21 @@ class TensorMapEncoder(Protocol):
 class TensorMapCache:
     """Encoded descriptors by spec, least recently used out first; safe between threads.
 
-    A descriptor depends on the spec alone, so an entry never goes stale.
+    ``encode`` gives the 128 bytes for a spec, from the cache or freshly checked and encoded; errors as
+    ``TensorMapSpec.encode``. A descriptor depends on the spec alone, so an entry never goes stale.
     """
 
     def __init__(self, driver: TensorMapEncoder, entries: int = 4096) -> None:
-        self._driver = driver
-        self._limit = entries
-        self._lock = threading.RLock()
-        self._encoded: OrderedDict[TensorMapSpec, bytes] = OrderedDict()
-
-    def encode(self, spec: TensorMapSpec) -> bytes:
-        """The 128 bytes for ``spec``, from the cache or freshly checked and encoded; errors as ``encode``."""
-        with self._lock:
-            descriptor = self._encoded.get(spec)
-            if descriptor is not None:
-                self._encoded.move_to_end(spec)
-                return descriptor
-        encoded = spec.encode(self._driver)
-        with self._lock:
-            self._encoded[spec] = encoded
-            while len(self._encoded) > self._limit:
-                self._encoded.popitem(last=False)
-        return encoded
+        cached = lru_cache(maxsize=entries)(partial(_encoded, driver))
+        self.encode: Callable[[TensorMapSpec], bytes] = cached
+        self._info = cached.cache_info
 
     def __len__(self) -> int:
-        return len(self._encoded)
+        return self._info().currsize
+
+
+def _encoded(driver: TensorMapEncoder, spec: TensorMapSpec) -> bytes:
+    return spec.encode(driver)
 
 
 class MovedDescriptors:
