@@ -94,7 +94,7 @@ class GrowingForm:
         self.options = options
         self.shortest, self.bound = shared_bounds(k.shape[1], _SMALLEST_BOUND)
         self._alike = alike
-        self._device, self._query = views["q"].device, runtime.memory.stream_query()
+        self._device, self._query = views["q"].device, runtime.memory.stream_query
         self._stream = self._query(self._device)
         self._scale = q.shape[-1] ** -0.5 if options[0] is None else options[0]
         self._table = _numbers(q, k.shape[0], 0)[:, :1]

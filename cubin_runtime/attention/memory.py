@@ -60,6 +60,7 @@ class TensorMemory(Protocol):
         """The handle of the stream for new work: on the device of the tensor ``like``, or that of this number."""
         ...
 
+    @property
     def stream_query(self) -> Callable[[int], int]:
-        """Return the function that gives the handle of the stream for new work on the device of a number."""
+        """The function that gives the handle of the stream for new work on the device of a number."""
         ...

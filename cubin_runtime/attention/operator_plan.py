@@ -323,7 +323,7 @@ class OperatorPlan:
     def stream_of(self, stream: Stream | None) -> int:
         """The handle of a stream as callers give it; None: for a plan of torch tensors torch's current one, else 0."""
         if stream is None:
-            return self.runtime.memory.current_stream(self.device) if self.of_torch else 0
+            return self.runtime.memory.stream_query(self.device) if self.of_torch else 0
         return stream_handle(stream)
 
     def check(self, workspace: AnyWorkspace, stream: Stream | None = None) -> None:

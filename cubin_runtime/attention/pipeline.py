@@ -242,8 +242,8 @@ def _stream_of(runtime: PlanRuntime, stream: Stream | None, first: Any, name: st
     if stream is not None:
         return stream_handle(stream)
     if isinstance(first, int) or (of_torch and first.device.type != "cuda"):
-        first = view_of(first, name)  # which refuses it
-    return runtime.memory.current_stream(first)
+        view_of(first, name)  # which refuses it
+    return runtime.memory.stream_query(first.device.index) if of_torch else runtime.memory.current_stream(first)
 
 
 def _scratch_of_torch(plan: StepPlan, device: int) -> SemaphoreWorkspace:
@@ -284,7 +284,7 @@ def _scratch_of_call(runtime: PlanRuntime, plan: StepPlan, workspace: Any, like:
     finds by itself. Regions that are lent are torch's memory too, beside semaphores that the caller may give.
     """
     lent = any(region.lent for region in plan.regions)
-    if (workspace is None or lent) and stream == runtime.memory.current_stream(like):
+    if (workspace is None or lent) and stream == runtime.memory.stream_query(plan.device):
         if isinstance(workspace, SemaphoreWorkspace):
             return _with_lent_scratch(runtime, plan, workspace, like)
         if workspace is None:

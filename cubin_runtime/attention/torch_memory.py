@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from math import prod
 from typing import Any
 
@@ -89,8 +89,9 @@ class TorchMemory:
         """As ``TensorMemory``; the legacy default stream for tensors that are not torch's."""
         if not isinstance(like, int) and not is_torch(like):
             return 0
-        return self.stream_query()(like if isinstance(like, int) else like.device.index)
+        return self.stream_query(like if isinstance(like, int) else like.device.index)
 
+    @cached_property
     def stream_query(self) -> Callable[[int], int]:
         """As ``TensorMemory``."""
         import torch

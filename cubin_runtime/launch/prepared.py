@@ -6,7 +6,7 @@ import ctypes
 import struct
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -66,7 +66,6 @@ class PreparedLaunches:
         self.names = tuple(names)
         # Not `or`: an empty cache is false.
         self._descriptors = TensorMapCache(driver) if descriptors is None else descriptors
-        self.descriptor = MovedDescriptors(self._descriptors, driver, self._context)
         self.call: Any = driver.function("cuLaunchKernelEx")
         self.history, self.profiler = driver.history(self._context), driver.profiler
         self._lock = threading.RLock()
@@ -74,6 +73,11 @@ class PreparedLaunches:
         self._spare: list[list[ParameterBlock]] = []
         maps = {item.value for launch in self.launches for item in launch.inputs if not item.code}
         self.resident = frozenset(maps & {self.names.index(name) for name in resident if name in names})
+
+    @cached_property
+    def descriptor(self) -> MovedDescriptors:
+        """The descriptors of tensors that have moved since the first run."""
+        return MovedDescriptors(self._descriptors, self.driver, self._context)
 
     def run(self, stream: int, *values: Any, maps: Mapping[int, bytes] | None = None) -> None:
         """Send the launches on a stream (an int handle).

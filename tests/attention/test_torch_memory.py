@@ -91,6 +91,7 @@ def test_a_tensor_is_scaled_where_it_lies() -> None:
 )
 def test_the_current_stream_is_that_of_the_device_and_the_legacy_one_without_torch(like: Any, stream: int) -> None:
     class Memory(TorchMemory):
+        @property
         def stream_query(self) -> Callable[[int], int]:
             return lambda device: 0x5000 + (7 if device is None else device)
 

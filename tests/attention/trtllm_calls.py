@@ -76,6 +76,10 @@ class MadeUpMemory:
             return self.stream
         return self.streams.get(like if isinstance(like, int) else view_of(like, "like").device, self.stream)
 
+    @property
+    def stream_query(self) -> Callable[[int], int]:
+        return self.current_stream
+
     def _made(self, what: str, like: TensorView, view: TensorView) -> TensorView:
         there = replace(view, device=view_of(like, "like").device)
         self.made.append((what, there))

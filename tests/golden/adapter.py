@@ -172,6 +172,9 @@ class Memory:
     def current_stream(self, like: Any) -> int:
         return self._stream
 
+    def stream_query(self, device: int) -> int:
+        return self._stream
+
 
 # Kernel to its threads and bytes of dynamic shared memory.
 Sizes = Mapping[str, Sequence[int]]

@@ -409,5 +409,5 @@ def _note_use(arguments: Mapping[str, Any], notes: Notes) -> None:
     tensors = [
         value for value in (*arguments.values(), *(item.tensor for item in notes.new_tensors)) if is_plain(value)
     ]
-    if tensors and stream_handle(stream) != launched.memory.stream_query()(launched.device):
+    if tensors and stream_handle(stream) != launched.memory.stream_query(launched.device):
         record_use(stream_handle(stream), launched.device, tensors)

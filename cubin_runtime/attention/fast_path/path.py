@@ -62,7 +62,7 @@ class PlaceFinder:
         self.device, self.scratch = launched.device, launched.scratch
         self.stream_slot, self.workspace_slot = stream, workspace
         self._memory = launched.memory
-        self.query = None if self._memory is None or of_views else self._memory.stream_query()
+        self.query = None if self._memory is None or of_views else self._memory.stream_query
         scratch = self.scratch if workspace is None else None
         self.place_of = None if scratch is None else _finder(scratch, launched.context)
 
