@@ -92,7 +92,7 @@ def summary(records: list[dict[str, Any]]) -> dict[str, Any]:
     result: dict[str, Any] = flashinfer_run.summary(records)
     result["functions"] = result.pop("files")
     for counts in result["functions"].values():
-        counts["with 16-bit queries for e4m3"] = counts.pop("with the backend made auto")
+        counts["with 16-bit queries for e4m3"] = counts.pop("with the backend made auto", 0)
     result["total"]["with 16-bit queries for e4m3"] = result["total"].pop("with the backend made auto", 0)
     parts = [record for record in records if record.get("outcome") == "passed in part"]
     in_part = Counter(re.sub(r"\d+", "N", record["reason"])[:160] for record in parts)

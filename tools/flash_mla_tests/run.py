@@ -117,8 +117,6 @@ def summary(records: list[dict[str, Any]]) -> dict[str, Any]:
     """Counts by group of tests, why tests were refused, and the failures."""
     result: dict[str, Any] = flashinfer_run.summary(records)
     result["groups"] = result.pop("files")
-    for counts in (result["total"], *result["groups"].values()):
-        counts.pop("with the backend made auto", None)
     return result
 
 

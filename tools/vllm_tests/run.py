@@ -173,8 +173,6 @@ def summary(records: list[dict[str, Any]]) -> dict[str, Any]:
             record["test"] = f"{PurePath(file).name}: {test}".replace("[", "::[", 1)
     result: dict[str, Any] = flashinfer_run.summary(records)
     result["functions"] = result.pop("files")
-    for counts in (result["total"], *result["functions"].values()):
-        counts.pop("with the backend made auto", None)
     return result
 
 
