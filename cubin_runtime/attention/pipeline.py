@@ -242,8 +242,8 @@ def _stream_of(runtime: PlanRuntime, stream: Stream | None, first: Any, name: st
     if stream is not None:
         return stream_handle(stream)
     if isinstance(first, int) or (of_torch and first.device.type != "cuda"):
-        view_of(first, name)  # which refuses it
-    return runtime.memory.stream_query(first.device.index) if of_torch else runtime.memory.current_stream(first)
+        first = view_of(first, name)  # which refuses it
+    return runtime.memory.current_stream(first)
 
 
 def _scratch_of_torch(plan: StepPlan, device: int) -> SemaphoreWorkspace:

@@ -162,8 +162,13 @@ def trtllm_batch_decode_with_kv_cache(
         length_aware_schedule=length_aware_schedule,
         batch_invariant=batch_invariant,
     )
-    call.refuse("enable_block_sparse_attention", "bf16q_fp8kv_transform_mode", "request_order", "request_order_plan")
-    call.refuse("sparse_top_k")
+    call.refuse(
+        "enable_block_sparse_attention",
+        "bf16q_fp8kv_transform_mode",
+        "request_order",
+        "request_order_plan",
+        "sparse_top_k",
+    )
     q, lengths = query_of(query, 3), view_of(seq_lens, "seq_lens")
     name = call.backend_on(q.device, call.backend)
     max_q, cum_q = query_lengths(call, call.q_len_per_req, batch_of(lengths), q.shape[0])
