@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from ..dtypes import ITEM_BYTES
 from ..errors import UsageError
-from ..kernels.native.launches import NativeLaunch
+from ..kernels.native.launches import NativeLaunch, SizedFields
 from ..launch.driver import DeviceFacts
 from ..tensor import TensorSpec, TensorView, is_torch, view_of
 from ..values import dataclass
@@ -18,6 +18,9 @@ from .checks import OptionCheck, check_dtype, check_options, check_shape, flat_s
 from .runtime import NativeRelease, Runtime
 
 Given = Mapping[str, Any]
+# From the first dimensions of a call's tensors by name, and the bound on its query tokens, to the fields of its
+# launches that depend on them; None: the call has to be planned anew.
+Resizer = Callable[[Mapping[str, int]], Sequence[SizedFields] | None]
 LENGTHS = ("int32", "uint32")
 
 
@@ -180,6 +183,9 @@ class Operator:
     arguments that are numbers or tensors on the device; one that is left out makes another plan, and 0 is refused
     unless it ``takes_zero``.
 
+    ``resizer`` makes of a checked call the function that gives the fields of its launches for other sizes; None: they
+    are planned anew for each.
+
     ``call`` makes a call of tensors and options as ``check`` and ``launches`` take it. ``check`` raises for one that
     breaks a rule. ``launches`` plans a checked call for a device with the kernels of a
     release. ``output`` is the form of ``out`` for the arguments of a call that leaves it out. ``op_options`` are
@@ -193,6 +199,7 @@ class Operator:
     options: type[Any]
     check: Callable[[Any], None]
     launches: Callable[[Any, DeviceFacts, NativeRelease], Sequence[NativeLaunch[Any]]]
+    resizer: Callable[[Any, DeviceFacts, NativeRelease], Resizer | None] | None = None
     scales: tuple[str, ...] = ()
     takes_zero: bool = False
     output: Callable[[Given], OutputForm] | None = None

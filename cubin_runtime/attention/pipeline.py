@@ -18,7 +18,7 @@ from .described_tensors import describe_tensors
 from .fast_path.notes import Launched, note_launch, note_unrepeatable
 from .hook import installed
 from .memory import TensorMemory
-from .operator import CallTensors, Operator, OutputForm
+from .operator import CallTensors, Operator, OutputForm, Resizer
 from .runtime import PlanCache, PlanRuntime, Runtime, runtime_of, shared_bounds
 from .step_plan import StepPlan
 from .torch_ops import RUNTIME_SCRATCH, TORCH_SCRATCH, TorchOp, torch_bytes
@@ -85,6 +85,16 @@ class CallFamily:
         if tensors is not self.tensors:
             call = self.operator.call(tensors, self.operator.resized_options(call, max_q_len))
         return _plan(self.plan_class, self.operator, self.runtime, call, None, self.of_torch, self.kept_bound)
+
+    def resizer(self) -> Resizer | None:
+        """As ``Family``."""
+        operator = self.operator
+        if operator.resizer is None:
+            return None
+        call = operator.call(self.tensors, self.options)
+        call = operator.call(self.tensors, operator.planned_options(call, self.kept_bound))
+        device = self.runtime.driver.device(self.tensors[operator.tensors[0].name].device)
+        return operator.resizer(call, device, self.runtime.native_release())
 
     def unsent(self, plan: StepPlan, workspace: Any, stream: int) -> Launched | None:
         """As ``Family``: a hook sees launches alone, and torch gives memory to captured ones and to lent regions."""

@@ -8,17 +8,19 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property, lru_cache
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from ..errors import AbiError, UsageError
+from ..values import replaced
 from . import driver_api as api
 from .driver import Driver, DriverCallError, is_default
 from .history import LaunchHistory, LaunchRecord
 from .modules import LoadedKernel
-from .plan import LaunchPlan, launch_config
+from .plan import LaunchPlan, Triple, launch_config
 from .structs import SCALARS, PlacedField, StructLayout
 from .tensormap import MovedDescriptors, TensorMapCache, TensorMapSpec
 
+InstanceT = TypeVar("InstanceT")
 # Errors of the driver if another context is current than a default stream is meant in, or none.
 _ELSEWHERE = (api.INVALID_CONTEXT, api.INVALID_HANDLE)
 _NOT_WRITTEN = (IndexError, struct.error, TypeError, OverflowError)  # no spare block, or a value does not fit
@@ -78,6 +80,12 @@ class PreparedLaunches:
     def descriptor(self) -> MovedDescriptors:
         """The descriptors of tensors that have moved since the first run."""
         return MovedDescriptors(self._descriptors, self.driver, self._context)
+
+    def resized(self, sized: Sequence[tuple[Triple, Mapping[str, object]]]) -> PreparedLaunches:
+        """The same launches with other grids, and other values of some fields, for each launch."""
+        pairs = zip(self.launches, sized, strict=True)
+        launches = tuple([launch.resized(grid, values) for launch, (grid, values) in pairs])
+        return _copy(self, {"launches": launches, "runs": 0, "_spare": []})
 
     def run(self, stream: int, *values: Any, maps: Mapping[int, bytes] | None = None) -> None:
         """Send the launches on a stream (an int handle).
@@ -151,23 +159,29 @@ class PreparedLaunches:
     ) -> list[dict[str, object]]:
         """The fields of each launch: as given where they are not written at each call, else those of the plan.
 
-        Descriptors have the run's addresses in any case, which are in the cache as a rule.
+        A descriptor that is written is at any address that its tensor once had.
         """
         contents = []
         for launch in self.launches:
             values, specs = dict(launch.plan.values), dict(launch.specs)
             for field, number, code in launch.inputs:
+                name = field.name
                 if code:
                     if number not in written:
-                        values[field.name] = run_values[number]
+                        values[name] = run_values[number]
                 elif maps is not None:
-                    values[field.name] = maps[number]
-                    del specs[field.name]
+                    values[name] = maps[number]
+                    del specs[name]
+                elif number in written and name in launch.templates:
+                    values[name] = launch.templates[name]
+                    del specs[name]
                 else:
-                    specs[field.name] = specs[field.name]._replace(address=run_values[number])
+                    specs[name] = specs[name]._replace(address=run_values[number])
             if specs:
                 with self.driver.using(self._context):
-                    values |= {name: self._descriptors.encode(spec) for name, spec in specs.items()}
+                    encoded = {name: self._descriptors.encode(spec) for name, spec in specs.items()}
+                launch.templates.update(encoded)
+                values |= encoded
             contents.append(values)
         return contents
 
@@ -211,9 +225,17 @@ class PreparedLaunch:
         self.inputs = _inputs(plan.layout, tuple(plan.inputs.items()), tuple(names))
         descriptors = [(name, plan.values[name]) for name in plan.layout.descriptors]
         self.specs = {name: spec for name, spec in descriptors if isinstance(spec, TensorMapSpec)}
+        self.templates: dict[str, bytes] = {}  # descriptors that were encoded last
         for item in self.inputs:
             if not item.code and item.field.name not in self.specs:
                 raise _unfit(plan.layout, item.field)
+
+    def resized(self, grid: Triple, values: Mapping[str, object]) -> PreparedLaunch:
+        """The same launch with another grid, and other values of some fields."""
+        plan = replaced(self.plan, grid=grid, values={**self.plan.values, **values})
+        specs = {name: values.get(name, spec) for name, spec in self.specs.items()}
+        templates = {name: encoded for name, encoded in self.templates.items() if name not in values}
+        return _copy(self, {"plan": plan, "specs": specs, "templates": templates})
 
     def config_on(self, stream: int) -> Any:
         """A CUlaunchConfig on a stream; it keeps what it refers to alive."""
@@ -237,6 +259,14 @@ class PreparedLaunch:
             layout=plan.layout,
             parameters=parameters,
         )
+
+
+def _copy(instance: InstanceT, changes: Mapping[str, Any]) -> InstanceT:
+    """A shallow copy with other attributes."""
+    copy = object.__new__(type(instance))
+    vars(copy).update(vars(instance))
+    vars(copy).update(changes)
+    return copy
 
 
 @lru_cache(maxsize=256)  # the plans of a kernel have them in common

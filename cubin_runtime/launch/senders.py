@@ -44,6 +44,10 @@ class Senders:
         self._prepared, self._numbers, self._make = prepared, written, make
         self._lock = threading.RLock()
 
+    def resized(self, prepared: PreparedLaunches) -> Senders:
+        """Senders of the same launches with other sizes, which are made in the same way."""
+        return Senders(prepared, self._numbers, self._make, accelerated=self.accelerated)
+
     def send(
         self,
         key: Hashable,

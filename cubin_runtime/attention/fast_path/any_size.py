@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 from ...errors import CubinRuntimeError
-from ...launch.senders import senders_of
+from ...launch.senders import Senders, senders_of
 from ...tensor import TensorView
 from .build import PathBuilder, Signature, UnlikeError, keyed_rows, written_values
 from .guards import KnownForms
@@ -36,6 +36,7 @@ from .path import (
 from .table import ArgumentTest, CallTable, InScratch, Kind
 
 if TYPE_CHECKING:
+    from ...kernels.native.launches import SizedFields
     from ...launch.workspace import AnyWorkspace
 
 _MOST_SIZES = 256
@@ -79,10 +80,13 @@ class SizedPath:
         self._addresses = [self._sources[name] for name in names if name not in launched.numbers]
         self._numbers = [self._sources[name] for name in names if name in launched.numbers]
         self._lock = threading.RLock()
+        self._resized = family.resizer()
+        self._bases: dict[tuple[str, ...], ref[Any]] = {}  # by the kernels of a plan, the last one that had them
         self._plans: dict[tuple[int, ...], ref[Any]] = {}
+        self._owners: dict[tuple[int, ...], ref[Any]] = {}  # the plans that the paths belong to
         self._paths: dict[tuple[int, ...], Path] = {}
         self._walks: dict[tuple[int, ...], Any] = {}
-        self._tables: dict[Hashable, tuple[PathTable, frozenset[int]]] = {}
+        self._tables: dict[Hashable, tuple[PathTable, Senders]] = {}
         self.walk = accelerated_walk(walk_options(table, arguments, place, (), self._sizes), place, by_size=self._walks)
 
     def __call__(self, arguments: Sequence[Any]) -> Any:
@@ -98,13 +102,18 @@ class SizedPath:
     def _launch(self, frame: Frame, sizes: tuple[int, ...]) -> Any:
         """A call of sizes that have no path: by one that is kept, where the first can have one, else by its plan."""
         first, is_known = frame.tensors[0], sizes in self._plans
-        plan = self._plan_of(sizes)
-        stream = self._place.stream_of(frame.slots, first)
-        bound = 0 if self._bound is None else frame.slots[self._bound]
-        if plan is None or stream is None or bound > plan.bounds[1]:
-            return MISS
-        slot = self._place.workspace_slot
+        stream, slot = self._place.stream_of(frame.slots, first), self._place.workspace_slot
         workspace = None if slot is None else frame.slots[slot]
+        bound = 0 if self._bound is None else frame.slots[self._bound]
+        if stream is None:
+            return MISS
+        if not is_known and self._resized is not None:
+            result = self._sent_resized(frame, sizes, workspace, stream, bound)
+            if result is not MISS:
+                return result
+        plan = self._plan_of(sizes)
+        if plan is None or bound > plan.bounds[1]:
+            return MISS
         if not is_known:
             result = self._sent_at_once(frame, sizes, plan, workspace, stream)
             if result is not MISS:
@@ -116,16 +125,39 @@ class SizedPath:
         launched = self._family.launch(plan, addresses, numbers, workspace, first, stream)
         self._place.record(frame.slots, stream, completed.tensors)
         if is_known:
-            self._keep(sizes, self._path_of(plan, launched, workspace))
+            self._keep(sizes, self._path_of(plan, launched, workspace), plan)
         return self._form.result(completed)
 
-    def _sent_at_once(self, frame: Frame, sizes: tuple[int, ...], plan: Any, workspace: Any, stream: int) -> Any:
-        """The result of a call that is sent by its path already, which is then kept, or ``MISS``."""
+    def _sent_resized(self, frame: Frame, sizes: tuple[int, ...], workspace: Any, stream: int, bound: int) -> Any:
+        """The result of a call that is sent by the plan of other sizes whose launches have the same kernels, or
+        ``MISS``."""
+        assert self._resized is not None
+        fields = self._resized(dict(zip(self._names, sizes, strict=True)))
+        reference = None if fields is None else self._bases.get(tuple([of.kernel.symbol for of in fields]))
+        plan = reference() if reference else None
+        if fields is None or plan is None or bound > plan.bounds[1]:
+            return MISS
+        return self._sent_at_once(frame, sizes, plan, workspace, stream, fields)
+
+    def _sent_at_once(
+        self,
+        frame: Frame,
+        sizes: tuple[int, ...],
+        plan: Any,
+        workspace: Any,
+        stream: int,
+        fields: Sequence[SizedFields] | None = None,
+    ) -> Any:
+        """The result of a call that is sent by its path already, which is then kept, or ``MISS``; ``fields`` are those
+        of a call that has other sizes than the plan."""
         unsent = self._family.unsent(plan, workspace, stream)
+        if unsent is not None and fields is not None:
+            prepared = unsent.prepared.resized([(of.grid, of.values) for of in fields])
+            unsent = unsent._replace(prepared=prepared)
         path = None if unsent is None else self._path_of(plan, unsent, workspace)
         result = MISS if path is None else path.sent(frame)
         if result is not MISS:
-            self._keep(sizes, path)
+            self._keep(sizes, path, plan)
         return result
 
     def _plan_of(self, sizes: tuple[int, ...]) -> Any:
@@ -142,6 +174,8 @@ class SizedPath:
             for oldest in list(self._plans)[: 1 - _MOST_SIZES]:
                 self._forget(oldest)
             self._plans[sizes] = ref(plan, partial(_forget, ref(self), sizes))
+            if self._resized is not None:
+                self._bases[tuple([launch.plan.symbol for launch in plan.launches])] = ref(plan)
         return plan
 
     def _path_of(self, plan: Any, launched: Launched, workspace: AnyWorkspace | None) -> Path | None:
@@ -154,15 +188,15 @@ class SizedPath:
             return None
         slot = self._place.workspace_slot
         place = PlaceFinder(launched, self._place.query is None, self._place.stream_slot, slot)
-        key = (launched.names, scratch.names, plan.bounds[1], type(workspace), launched.context)
-        table, written = self._tables.get(key) or (None, frozenset())
-        senders = senders_of(launched.prepared, written)
-        if table is None or senders.written != table.written:  # by kernels with other fields
-            calls = self._table_of(plan, launched, scratch.names, workspace)
-            written = written_values(calls, resident=())
-            senders = senders_of(launched.prepared, written)
-            table = PathTable(calls, place, senders.written, self._arguments)
-            self._tables = {**dict(list(self._tables.items())[-_MOST_TABLES:]), key: (table, written)}
+        kernels = tuple([launch.function for launch in launched.prepared.launches])
+        key = (kernels, launched.names, scratch.names, plan.bounds[1], type(workspace), launched.context)
+        table, senders = self._tables.get(key) or (None, None)
+        if table is not None and senders is not None:
+            return Path(table, launched.prepared, place, senders.resized(launched.prepared))
+        calls = self._table_of(plan, launched, scratch.names, workspace)
+        senders = senders_of(launched.prepared, written_values(calls, resident=()))
+        table = PathTable(calls, place, senders.written, self._arguments)
+        self._tables = {**dict(list(self._tables.items())[-_MOST_TABLES:]), key: (table, senders)}
         return Path(table, launched.prepared, place, senders)
 
     def _table_of(
@@ -180,24 +214,27 @@ class SizedPath:
         rows = keyed_rows(self._table.tensors, values, resident=())
         return replace(self._table, tests=tuple(tests), tensors=rows, forms=KnownForms(()), values=values)
 
-    def _keep(self, sizes: tuple[int, ...], path: Path | None) -> None:
-        """Keep the path of calls of these sizes, as long as their plan is there."""
+    def _keep(self, sizes: tuple[int, ...], path: Path | None, plan: Any) -> None:
+        """Keep the path of calls of these sizes, as long as the plan that it sends is there."""
         with self._lock:
-            if path is not None and sizes in self._plans:
+            if path is not None:
+                for oldest in list(self._paths)[: 1 - _MOST_SIZES]:
+                    self._forget(oldest)
+                self._owners[sizes] = ref(plan, partial(_forget, ref(self), sizes))
                 self._paths[sizes] = path
                 if path.walk is not None:
                     self._walks[sizes] = path.walk
 
     def _forget(self, sizes: tuple[int, ...]) -> None:
         with self._lock:
-            for table in (self._plans, self._paths, self._walks):
+            for table in (self._plans, self._owners, self._paths, self._walks):
                 table.pop(sizes, None)
 
 
 def _forget(path: ref[SizedPath], sizes: tuple[int, ...], plan: ref[Any]) -> None:
     """Forget what was kept for a plan that is no more, unless there is another."""
     owner = path()
-    if owner is not None and owner._plans.get(sizes) is plan:
+    if owner is not None and (owner._plans.get(sizes) is plan or owner._owners.get(sizes) is plan):
         owner._forget(sizes)
 
 

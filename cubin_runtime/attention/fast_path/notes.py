@@ -57,6 +57,11 @@ class Family(Protocol):
         """
         ...
 
+    def resizer(self) -> Callable[[Mapping[str, int]], Sequence[Any] | None] | None:
+        """A function that gives the ``SizedFields`` of the launches of a call of other sizes, or None where those need
+        a plan of their own; None: they always do."""
+        ...
+
     def unsent(self, plan: Any, workspace: Any, stream: int) -> Launched | None:
         """The result of ``launch`` without values, before anything is launched; None: only a launch can say."""
         ...

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from ...dtypes import DTYPES
 from ...errors import UsageError
-from ...kernels.native.launches import NativeLaunch
-from ...kernels.native.prefill.plan import ContextProblem, KvStrides, context_launches, copy_of_cache
+from ...kernels.native.launches import NativeLaunch, SizedFields
+from ...kernels.native.prefill.plan import ContextProblem, KvStrides, context_launches, copy_of_cache, sized_fields
 from ...kernels.native.prefill.select import (
     HEAD_DIMS,
     MAX_GROUP,
@@ -21,7 +21,7 @@ from ...kernels.native.prefill.select import (
 from ...launch.driver import DeviceFacts
 from ...launch.workspace import AnyWorkspace
 from ...tensor import TensorView
-from ...values import dataclass
+from ...values import dataclass, replaced
 from ..attention_operator import (
     SCALE_TENSORS,
     SCALES,
@@ -35,7 +35,7 @@ from ..backends import AUTO
 from ..call_sizes import MOST, CallSizes, Explained
 from ..checks import check_lse_base, check_shape, check_window, float32_number, listed, token_stride
 from ..fast_path.operator_function import operator_function
-from ..operator import LENGTHS, Given, OutputForm, TensorArg, shape_of
+from ..operator import LENGTHS, Given, OutputForm, Resizer, TensorArg, shape_of
 from ..paged_cache import (
     E4M3,
     KV_SCALE_TENSORS,
@@ -61,6 +61,7 @@ _KV_DTYPES = (*DTYPES_16, E4M3)
 _SAME = {dtype: (dtype,) for dtype in _KV_DTYPES}
 Q_DTYPES = {**{dtype: (dtype,) for dtype in DTYPES_16}, E4M3: DTYPES_16}
 _MOST = 1 << 30  # tokens: positions and windows added to them fit an int32
+_LEAST_RESIZED = 2  # tokens: the stride between those of one does not count
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,7 +300,38 @@ def _kv_strides(view: TensorView) -> KvStrides:
 
 def _launches(call: AttentionCall, device: DeviceFacts, release: NativeRelease) -> Sequence[NativeLaunch[Any]]:
     problem = _problem(call)
-    shape = ContextShape(
+    shape = _shape(call, problem)
+    selections = select_context_launches(release.kernels, shape, device)
+    return context_launches(selections, shape, problem, release.file_of)
+
+
+def _resizer(call: AttentionCall, device: DeviceFacts, release: NativeRelease) -> Resizer | None:
+    """As ``Operator``, for ragged queries of two tokens or more over pages."""
+    if not call.ragged or not is_paged(call) or call.tokens < _LEAST_RESIZED:
+        return None
+    if call.tensors["seq_lens"].strides != (1,):  # which is allowed for a single request
+        return None
+    problem, planned = _problem(call), call.tensors.sized
+    shape = _shape(call, problem)
+
+    def resized(sizes: Mapping[str, int]) -> Sequence[SizedFields] | None:
+        tokens, batch, q_len = sizes["q"], sizes["seq_lens"], sizes.get("max_q_len", _MOST)
+        of_rows = dict.fromkeys(("q", "out", "lse"), tokens)
+        of_calls = {**planned, **of_rows, "page_table": batch, "seq_lens": batch, "q_cu_seq_lens": batch + 1}
+        if any(sizes[name] != of_calls[name] for name in planned):
+            return None
+        if not (_LEAST_RESIZED <= tokens <= _MOST and 1 <= q_len <= _MOST):
+            return None
+        of_call: dict[str, Any] = {"batch": batch, "tokens": tokens, "q_len": min(tokens, q_len)}
+        other = replaced(problem, **of_call)
+        other_shape = replaced(shape, copied=copy_of_cache(other), **of_call)
+        return sized_fields(select_context_launches(release.kernels, other_shape, device), other)
+
+    return resized
+
+
+def _shape(call: AttentionCall, problem: ContextProblem) -> ContextShape:
+    return ContextShape(
         dtype=problem.dtype,
         kv_dtype=problem.kv_dtype,
         head_dim=problem.head_dim,
@@ -315,8 +347,6 @@ def _launches(call: AttentionCall, device: DeviceFacts, release: NativeRelease) 
         splittable=_is_splittable(call),
         q_len=problem.q_len,
     )
-    selections = select_context_launches(release.kernels, shape, device)
-    return context_launches(selections, shape, problem, release.file_of)
 
 
 def _is_convertible(call: AttentionCall, problem: ContextProblem) -> bool:
@@ -348,6 +378,7 @@ CONTEXT_ATTENTION = AttentionOperator(
     scales=(*SCALES, *KV_SCALES),
     check=_check,
     launches=_launches,
+    resizer=_resizer,
     output=_output,
     capacity=_capacity,
     scale=default_scale,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from ...artifacts.path import ArtifactPath
 from ...artifacts.tables.native_kernels import NativeKernel
@@ -29,6 +29,14 @@ class KernelFile:
     path: ArtifactPath
     sha256: str
     layout: StructLayout
+
+
+class SizedFields(NamedTuple):
+    """The grid of a launch of ``kernel``, and the values of those fields that depend on the sizes of a call."""
+
+    kernel: NativeKernel
+    grid: tuple[int, int, int]
+    values: Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ from ....dtypes import BY_SHORT
 from ....launch.plan import LaunchAttributes
 from ....launch.tensormap import TensorMapSpec
 from ....launch.workspace import Region
-from ....values import dataclass
-from ..launches import STATUS, KernelFile, NativeLaunch, native_plan
+from ....values import dataclass, replaced
+from ..launches import STATUS, KernelFile, NativeLaunch, SizedFields, native_plan
 from ..problem import LOG2_E, NUMBERS, kv_scale_strides, page_size_log2
 from .select import (
     MOST_SPLITS,
@@ -115,6 +115,20 @@ def context_launches(
     raise AssertionError(selections)
 
 
+def sized_fields(selections: ContextSelections, problem: ContextProblem) -> tuple[SizedFields, ...] | None:
+    """The grids and fields that depend on the numbers of tokens and requests; None: other parts of the plan do too."""
+    match selections:
+        case (ContextSelection() as attention, PartsMerge() as merge):
+            parts = _problem_of_parts(problem, attention.splits)
+            return (
+                SizedFields(attention.kernel, attention.grid(parts), _sized_values(attention, parts)),
+                SizedFields(merge.kernel, merge.grid(problem), _merge_values(merge, problem)),
+            )
+        case (ContextSelection() as attention,):
+            return (SizedFields(attention.kernel, attention.grid(problem), _sized_values(attention, problem)),)
+    return None
+
+
 def copy_of_cache(problem: ContextProblem) -> tuple[int, int]:
     """Requests of the 16-bit copy of a cache, and the tokens that each has room for; ragged tokens are of one."""
     return 1 if problem.ragged else problem.batch, problem.kv_tokens or problem.max_seq_len
@@ -192,22 +206,15 @@ def _split_launches(
 
     The workspace is as large for any number of parts and tokens, so that who reserves it once has enough.
     """
-    heads, columns, splits = problem.heads, problem.value_dim, selection.splits
     regions = (
         STATUS,
         Region("counters", 8 * MOST_SPLITS, zeroed=True),
-        Region("parts", 4 * merge.room * columns),
+        Region("parts", 4 * merge.room * problem.value_dim),
         Region("part_lses", 4 * merge.room),
-    )
-    parts = replace(
-        problem,
-        out_strides=(splits * heads * columns, columns),
-        lse_strides=(splits * heads, 1),
-        lse_natural=False,
     )
     launch = context_launch(
         selection,
-        parts,
+        _problem_of_parts(problem, selection.splits),
         file_of(selection.kernel),
         {"out": "parts", "lse": "part_lses"},
         nulls=("sinks",),  # the merge adds them, once
@@ -218,19 +225,35 @@ def _split_launches(
         file_of(merge.kernel),
         grid=merge.grid(problem),
         attributes=LaunchAttributes(programmatic_serialization=True),  # it waits for the attention by itself
-        values={
-            **_output_values(problem),
-            "heads": heads,
-            "columns": columns,
-            "splits": splits,
-            "warps_log2": merge.warps.bit_length() - 1,
-        },
+        values=_merge_values(merge, problem),
         caches={},
         regions=(),
         why=merge,
         numbers=(),
     )
     return [launch, NativeLaunch(merge, plan, regions)]
+
+
+def _problem_of_parts(problem: ContextProblem, splits: int) -> ContextProblem:
+    """The problem whose outputs are the parts."""
+    heads, columns = problem.heads, problem.value_dim
+    return replaced(
+        problem,
+        out_strides=(splits * heads * columns, columns),
+        lse_strides=(splits * heads, 1),
+        lse_natural=False,
+    )
+
+
+def _merge_values(merge: PartsMerge, problem: ContextProblem) -> dict[str, object]:
+    """The fields of the kernel that merges the parts."""
+    return {
+        **_output_values(problem),
+        "heads": problem.heads,
+        "columns": problem.value_dim,
+        "splits": merge.splits,
+        "warps_log2": merge.warps.bit_length() - 1,
+    }
 
 
 def context_launch(
@@ -254,19 +277,16 @@ def context_launch(
         values={
             **_scale_strides(problem),
             **dict.fromkeys(nulls, 0),
-            "q_map": _query_map(problem, selection.packed),
+            **_sized_values(selection, problem),
             "k_map": _kv_map(problem, problem.head_dim, problem.k_strides, tile_tokens),
             "v_map": _kv_map(problem, problem.value_dim, problem.v_strides, tile_tokens),
-            **_output_values(problem),
             "table_stride": problem.table_stride,
             "v_table_offset": problem.v_table_offset,
             "kv_tokens": problem.kv_tokens,
-            "q_len": problem.q_len,
             "max_seq_len": problem.max_seq_len,
             "group": problem.heads // problem.kv_heads,
             "packed_log2": selection.packed.bit_length() - 1,
             "head_packs": problem.heads // selection.packed,
-            "section_packs": selection.section_packs,
             "page_size_log2": page_size_log2(problem.page_size),
             "num_pages": problem.num_pages,
             "window_left": _window(problem.window_left),
@@ -288,6 +308,16 @@ def _scale_strides(problem: ContextProblem) -> dict[str, object]:
     if problem.kv_dtype == problem.dtype:
         return {}
     return kv_scale_strides(problem.k_scale_strides, problem.v_scale_strides)
+
+
+def _sized_values(selection: ContextSelection, problem: ContextProblem) -> dict[str, object]:
+    """The fields of an attention kernel that depend on the numbers of tokens and requests."""
+    return {
+        "q_map": _query_map(problem, selection.packed),
+        **_output_values(problem),
+        "q_len": problem.q_len,
+        "section_packs": selection.section_packs,
+    }
 
 
 def _output_values(problem: ContextProblem) -> dict[str, object]:
