@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from ..dtypes import ITEM_BYTES
 from ..errors import UsageError
-from ..kernels.native.launches import NativeLaunch, SizedFields
+from ..kernels.native.launches import NativeLaunch
 from ..launch.driver import DeviceFacts
 from ..tensor import TensorSpec, TensorView, is_torch, view_of
 from ..values import dataclass
@@ -18,9 +18,9 @@ from .checks import OptionCheck, check_dtype, check_options, check_shape, flat_s
 from .runtime import NativeRelease, Runtime
 
 Given = Mapping[str, Any]
-# From the first dimensions of a call's tensors by name, and the bound on its query tokens, to the fields of its
-# launches that depend on them; None: the call has to be planned anew.
-Resizer = Callable[[Mapping[str, int]], Sequence[SizedFields] | None]
+# From the first dimensions of a call's tensors by name, and the bound on its query tokens, to its launches; None: the
+# call has to be checked, and its launches planned anew.
+Resizer = Callable[[Mapping[str, int]], Sequence[NativeLaunch[Any]] | None]
 LENGTHS = ("int32", "uint32")
 
 
@@ -183,8 +183,8 @@ class Operator:
     arguments that are numbers or tensors on the device; one that is left out makes another plan, and 0 is refused
     unless it ``takes_zero``.
 
-    ``resizer`` makes of a checked call the function that gives the fields of its launches for other sizes; None: they
-    are planned anew for each.
+    ``resizer`` makes of a checked call a function that gives its launches for other sizes, in less time than
+    ``launches`` does.
 
     ``call`` makes a call of tensors and options as ``check`` and ``launches`` take it. ``check`` raises for one that
     breaks a rule. ``launches`` plans a checked call for a device with the kernels of a

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import UsageError
+from ..kernels.native.launches import NativeLaunch
 from ..launch.driver import DeviceFacts
 from ..launch.streams import stream_handle
 from ..launch.workspace import SemaphoreWorkspace, Workspace, check_workspace, scratch_sizes
@@ -81,20 +82,32 @@ class CallFamily:
         return plan
 
     def _new(self, tensors: CallTensors, max_q_len: int | None) -> StepPlan:
+        call = self._call(tensors, max_q_len)
+        return _plan(self.plan_class, self.operator, self.runtime, call, None, self.of_torch, self.kept_bound)
+
+    def _call(self, tensors: CallTensors, max_q_len: int | None) -> Any:
         call = self.operator.call(tensors, self.options)
         if tensors is not self.tensors:
             call = self.operator.call(tensors, self.operator.resized_options(call, max_q_len))
-        return _plan(self.plan_class, self.operator, self.runtime, call, None, self.of_torch, self.kept_bound)
+        return call
 
-    def resizer(self) -> Resizer | None:
+    def resizer(self) -> Callable[[Mapping[str, int]], Sequence[NativeLaunch[Any]]]:
         """As ``Family``."""
-        operator = self.operator
-        if operator.resizer is None:
-            return None
-        call = operator.call(self.tensors, self.options)
-        call = operator.call(self.tensors, operator.planned_options(call, self.kept_bound))
-        device = self.runtime.driver.device(self.tensors[operator.tensors[0].name].device)
-        return operator.resizer(call, device, self.runtime.native_release())
+        operator, runtime, bound = self.operator, self.runtime, self.kept_bound
+        quick: Resizer | None = None
+        if operator.resizer is not None:
+            call = operator.call(self.tensors, self.options)
+            call = operator.call(self.tensors, operator.planned_options(call, bound))
+            quick = operator.resizer(call, _device_of(operator, runtime, call), runtime.native_release())
+
+        def resized(sizes: Mapping[str, int]) -> Sequence[NativeLaunch[Any]]:
+            launches = quick and quick(sizes)
+            if launches is None:
+                call = self._call(self.tensors.resized(sizes), sizes.get(_Q_LEN_BOUND))
+                _, launches = _launches(operator, runtime, call, None, bound)
+            return launches
+
+        return resized
 
     def unsent(self, plan: StepPlan, workspace: Any, stream: int) -> Launched | None:
         """As ``Family``: a hook sees launches alone, and torch gives memory to captured ones and to lent regions."""
@@ -221,14 +234,25 @@ def _plan(
     kept_bound: int | None = None,
 ) -> PlanT:
     """The plan, checked first; ``kept_bound`` is that which other calls may share it up to."""
+    call, launches = _launches(operator, runtime, call, device_facts, kept_bound)
+    return plan_class(runtime, operator, call.tensors, call.options, launches, of_torch=of_torch)
+
+
+def _launches(
+    operator: Operator, runtime: PlanRuntime, call: Any, device_facts: DeviceFacts | None, kept_bound: int | None
+) -> tuple[Any, Sequence[NativeLaunch[Any]]]:
+    """A call with the options that it is planned with, and its launches; it is checked first."""
     operator.check(call)
-    device = device_facts or runtime.driver.device(call.tensors[operator.tensors[0].name].device)
+    device = device_facts or _device_of(operator, runtime, call)
     resolve_backend(operator.name, call.options.backend, device)
     options = operator.planned_options(call, kept_bound)
     if options is not call.options:
         call = operator.call(call.tensors, options)
-    launches = operator.launches(call, device, runtime.native_release())
-    return plan_class(runtime, operator, call.tensors, options, launches, of_torch=of_torch)
+    return call, operator.launches(call, device, runtime.native_release())
+
+
+def _device_of(operator: Operator, runtime: PlanRuntime, call: Any) -> DeviceFacts:
+    return runtime.driver.device(call.tensors[operator.tensors[0].name].device)
 
 
 def _new_output(form: OutputForm, memory: TensorMemory) -> Any:

@@ -11,12 +11,11 @@ from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
 from ..errors import AbiError, UsageError
-from ..values import replaced
 from . import driver_api as api
 from .driver import Driver, DriverCallError, is_default
 from .history import LaunchHistory, LaunchRecord
 from .modules import LoadedKernel
-from .plan import LaunchPlan, Triple, launch_config
+from .plan import LaunchPlan, launch_config
 from .structs import SCALARS, PlacedField, StructLayout
 from .tensormap import MovedDescriptors, TensorMapCache, TensorMapSpec
 
@@ -81,10 +80,9 @@ class PreparedLaunches:
         """The descriptors of tensors that have moved since the first run."""
         return MovedDescriptors(self._descriptors, self.driver, self._context)
 
-    def resized(self, sized: Sequence[tuple[Triple, Mapping[str, object]]]) -> PreparedLaunches:
-        """The same launches with other grids, and other values of some fields, for each launch."""
-        pairs = zip(self.launches, sized, strict=True)
-        launches = tuple([launch.resized(grid, values) for launch, (grid, values) in pairs])
+    def resized(self, plans: Sequence[LaunchPlan]) -> PreparedLaunches:
+        """Launches of the same kernels, with the same inputs, by plans with other grids and other values."""
+        launches = tuple([launch.resized(plan) for launch, plan in zip(self.launches, plans, strict=True)])
         return _copy(self, {"launches": launches, "runs": 0, "_spare": []})
 
     def run(self, stream: int, *values: Any, maps: Mapping[int, bytes] | None = None) -> None:
@@ -230,11 +228,10 @@ class PreparedLaunch:
             if not item.code and item.field.name not in self.specs:
                 raise _unfit(plan.layout, item.field)
 
-    def resized(self, grid: Triple, values: Mapping[str, object]) -> PreparedLaunch:
-        """The same launch with another grid, and other values of some fields."""
-        plan = replaced(self.plan, grid=grid, values={**self.plan.values, **values})
-        specs = {name: values.get(name, spec) for name, spec in self.specs.items()}
-        templates = {name: encoded for name, encoded in self.templates.items() if name not in values}
+    def resized(self, plan: LaunchPlan) -> PreparedLaunch:
+        """A launch of the same kernel, with the same inputs, by a plan with another grid and other values."""
+        specs = {name: plan.values[name] for name in self.specs}
+        templates = {name: self.templates[name] for name in self.templates if specs[name] == self.specs[name]}
         return _copy(self, {"plan": plan, "specs": specs, "templates": templates})
 
     def config_on(self, stream: int) -> Any:

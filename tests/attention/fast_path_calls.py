@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ from cubin_runtime.attention import (
 )
 from cubin_runtime.attention.fast_path.notes import note_made
 from cubin_runtime.attention.fast_path.operator_function import suspend
+from cubin_runtime.attention.operator_plan import OperatorPlan
 from cubin_runtime.compat import flashinfer
 from cubin_runtime.dtypes import ITEM_BYTES
 from cubin_runtime.errors import CubinRuntimeError
@@ -119,6 +121,7 @@ class Caller:
 
     def __init__(self, runtime: Runtime, standin: StandIn, memory: MadeUpMemory) -> None:
         self.runtime, self.standin, self.memory = runtime, standin, memory
+        self.by_place = True  # addresses in a plan's own workspace are places there, as plans of other sizes share it
 
     def outcome(self, call: Call) -> Outcome:
         """Its launches and result, or its error; made tensors are called by their number."""
@@ -134,7 +137,8 @@ class Caller:
         made = [view for _, view in self.memory.made[before:]]
         launches = [launch.seen for launch in self.standin.calls("cuLaunchKernelEx")]
         kept = [[(key, value) for key, value in seen.items() if key != "aligned0"] for seen in launches]
-        return (_numbered(kept, made), self._named(result, call.arguments, made))
+        text = _numbered(kept, made)
+        return (placed(text, self.runtime) if self.by_place else text, self._named(result, call.arguments, made))
 
     def in_full(self, call: Call) -> Outcome:
         """The same by the full path alone."""
@@ -146,6 +150,22 @@ class Caller:
             return tuple(self._named(part, arguments, made) for part in result)
         names = [name for name, value in arguments.items() if value is result]
         return names[0] if names and result is not None else made.index(result) if result in made else repr(result)
+
+
+def placed(launches: str, runtime: Runtime) -> str:
+    """The text of launches with the addresses in the own workspaces of a runtime's plans as places there."""
+    pools = [plan._pool for plan in runtime.plans._plans.values() if isinstance(plan, OperatorPlan)]
+    places = [(held.address, held.nbytes) for pool in pools for held in pool.held.values()]
+
+    def named(words: re.Match[str]) -> str:
+        return "".join([named_word(word) for word in re.findall(".{1,16}", words[0])])
+
+    def named_word(word: str) -> str:
+        value = int.from_bytes(bytes.fromhex(word), "little")
+        offsets = [value - address for address, nbytes in places if address <= value < address + nbytes]
+        return f"<scratch + {offsets[0]}>" if offsets else word
+
+    return re.sub("(?:[0-9a-f]{2}){32,}", named, launches)
 
 
 def _numbered(launches: Any, made: Sequence[TensorView]) -> str:

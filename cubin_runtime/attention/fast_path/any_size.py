@@ -36,7 +36,7 @@ from .path import (
 from .table import ArgumentTest, CallTable, InScratch, Kind
 
 if TYPE_CHECKING:
-    from ...kernels.native.launches import SizedFields
+    from ...kernels.native.launches import NativeLaunch
     from ...launch.workspace import AnyWorkspace
 
 _MOST_SIZES = 256
@@ -81,7 +81,7 @@ class SizedPath:
         self._numbers = [self._sources[name] for name in names if name in launched.numbers]
         self._lock = threading.RLock()
         self._resized = family.resizer()
-        self._bases: dict[tuple[str, ...], ref[Any]] = {}  # by the kernels of a plan, the last one that had them
+        self._bases: dict[Hashable, ref[Any]] = {}  # plans whose launches other sizes may have but for their fields
         self._plans: dict[tuple[int, ...], ref[Any]] = {}
         self._owners: dict[tuple[int, ...], ref[Any]] = {}  # the plans that the paths belong to
         self._paths: dict[tuple[int, ...], Path] = {}
@@ -107,7 +107,7 @@ class SizedPath:
         bound = 0 if self._bound is None else frame.slots[self._bound]
         if stream is None:
             return MISS
-        if not is_known and self._resized is not None:
+        if not is_known and self._bases:
             result = self._sent_resized(frame, sizes, workspace, stream, bound)
             if result is not MISS:
                 return result
@@ -131,13 +131,15 @@ class SizedPath:
     def _sent_resized(self, frame: Frame, sizes: tuple[int, ...], workspace: Any, stream: int, bound: int) -> Any:
         """The result of a call that is sent by the plan of other sizes whose launches have the same kernels, or
         ``MISS``."""
-        assert self._resized is not None
-        fields = self._resized(dict(zip(self._names, sizes, strict=True)))
-        reference = None if fields is None else self._bases.get(tuple([of.kernel.symbol for of in fields]))
-        plan = reference() if reference else None
-        if fields is None or plan is None or bound > plan.bounds[1]:
+        try:
+            launches = self._resized(dict(zip(self._names, sizes, strict=True)))
+        except CubinRuntimeError:
             return MISS
-        return self._sent_at_once(frame, sizes, plan, workspace, stream, fields)
+        reference = self._bases.get(_kind(launches))
+        plan = reference() if reference else None
+        if plan is None or bound > plan.bounds[1]:
+            return MISS
+        return self._sent_at_once(frame, sizes, plan, workspace, stream, launches)
 
     def _sent_at_once(
         self,
@@ -146,13 +148,13 @@ class SizedPath:
         plan: Any,
         workspace: Any,
         stream: int,
-        fields: Sequence[SizedFields] | None = None,
+        launches: Sequence[NativeLaunch[Any]] | None = None,
     ) -> Any:
-        """The result of a call that is sent by its path already, which is then kept, or ``MISS``; ``fields`` are those
-        of a call that has other sizes than the plan."""
+        """The result of a call that is sent by its path already, which is then kept, or ``MISS``; ``launches`` are its
+        own where it has other sizes than the plan."""
         unsent = self._family.unsent(plan, workspace, stream)
-        if unsent is not None and fields is not None:
-            prepared = unsent.prepared.resized([(of.grid, of.values) for of in fields])
+        if unsent is not None and launches is not None:
+            prepared = unsent.prepared.resized([launch.plan for launch in launches])
             unsent = unsent._replace(prepared=prepared)
         path = None if unsent is None else self._path_of(plan, unsent, workspace)
         result = MISS if path is None else path.sent(frame)
@@ -174,8 +176,8 @@ class SizedPath:
             for oldest in list(self._plans)[: 1 - _MOST_SIZES]:
                 self._forget(oldest)
             self._plans[sizes] = ref(plan, partial(_forget, ref(self), sizes))
-            if self._resized is not None:
-                self._bases[tuple([launch.plan.symbol for launch in plan.launches])] = ref(plan)
+            if all(launch.portable is None for launch in plan.launches):
+                self._bases[_kind(plan.launches)] = ref(plan)
         return plan
 
     def _path_of(self, plan: Any, launched: Launched, workspace: AnyWorkspace | None) -> Path | None:
@@ -229,6 +231,11 @@ class SizedPath:
         with self._lock:
             for table in (self._plans, self._owners, self._paths, self._walks):
                 table.pop(sizes, None)
+
+
+def _kind(launches: Sequence[NativeLaunch[Any]]) -> Hashable:
+    """The kernels of launches, and their parts of a workspace."""
+    return tuple([(launch.plan.symbol, launch.regions) for launch in launches])
 
 
 def _forget(path: ref[SizedPath], sizes: tuple[int, ...], plan: ref[Any]) -> None:

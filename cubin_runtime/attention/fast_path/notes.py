@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from ...provenance import calls, traced
 
 if TYPE_CHECKING:
+    from ...kernels.native.launches import NativeLaunch
     from ...launch.prepared import PreparedLaunches
     from ..memory import TensorMemory
 
@@ -57,9 +58,8 @@ class Family(Protocol):
         """
         ...
 
-    def resizer(self) -> Callable[[Mapping[str, int]], Sequence[Any] | None] | None:
-        """A function that gives the ``SizedFields`` of the launches of a call of other sizes, or None where those need
-        a plan of their own; None: they always do."""
+    def resizer(self) -> Callable[[Mapping[str, int]], Sequence[NativeLaunch[Any]]]:
+        """A function that gives the launches of a call of other sizes; it raises as ``plan_of``."""
         ...
 
     def unsent(self, plan: Any, workspace: Any, stream: int) -> Launched | None:

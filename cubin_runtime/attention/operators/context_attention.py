@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from ...dtypes import DTYPES
 from ...errors import UsageError
-from ...kernels.native.launches import NativeLaunch, SizedFields
-from ...kernels.native.prefill.plan import ContextProblem, KvStrides, context_launches, copy_of_cache, sized_fields
+from ...kernels.native.launches import NativeLaunch
+from ...kernels.native.prefill.plan import ContextProblem, KvStrides, context_launches, copy_of_cache, resized_launches
 from ...kernels.native.prefill.select import (
     HEAD_DIMS,
     MAX_GROUP,
@@ -312,9 +312,9 @@ def _resizer(call: AttentionCall, device: DeviceFacts, release: NativeRelease) -
     if call.tensors["seq_lens"].strides != (1,):  # which is allowed for a single request
         return None
     problem, planned = _problem(call), call.tensors.sized
-    shape = _shape(call, problem)
+    shape, like = _shape(call, problem), dict[tuple[str, ...], Sequence[NativeLaunch[Any]]]()
 
-    def resized(sizes: Mapping[str, int]) -> Sequence[SizedFields] | None:
+    def resized(sizes: Mapping[str, int]) -> Sequence[NativeLaunch[Any]] | None:
         tokens, batch, q_len = sizes["q"], sizes["seq_lens"], sizes.get("max_q_len", _MOST)
         of_rows = dict.fromkeys(("q", "out", "lse"), tokens)
         of_calls = {**planned, **of_rows, "page_table": batch, "seq_lens": batch, "q_cu_seq_lens": batch + 1}
@@ -325,7 +325,12 @@ def _resizer(call: AttentionCall, device: DeviceFacts, release: NativeRelease) -
         of_call: dict[str, Any] = {"batch": batch, "tokens": tokens, "q_len": min(tokens, q_len)}
         other = replaced(problem, **of_call)
         other_shape = replaced(shape, copied=copy_of_cache(other), **of_call)
-        return sized_fields(select_context_launches(release.kernels, other_shape, device), other)
+        selections = select_context_launches(release.kernels, other_shape, device)
+        kernels = tuple([selection.kernel.symbol for selection in selections])
+        if kernels not in like:
+            like[kernels] = context_launches(selections, other_shape, other, release.file_of)
+            return like[kernels]
+        return resized_launches(like[kernels], selections, other)
 
     return resized
 

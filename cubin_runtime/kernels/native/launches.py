@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 from ...artifacts.path import ArtifactPath
 from ...artifacts.tables.native_kernels import NativeKernel
 from ...launch.plan import LaunchAttributes, LaunchPlan
 from ...launch.structs import StructLayout
 from ...launch.workspace import Region
-from ...values import dataclass
+from ...values import dataclass, replaced
 from .constants import CONSTANTS
 from .problem import NUMBERS
 
@@ -31,14 +31,6 @@ class KernelFile:
     layout: StructLayout
 
 
-class SizedFields(NamedTuple):
-    """The grid of a launch of ``kernel``, and the values of those fields that depend on the sizes of a call."""
-
-    kernel: NativeKernel
-    grid: tuple[int, int, int]
-    values: Mapping[str, object]
-
-
 @dataclass(frozen=True, slots=True)
 class NativeLaunch(Generic[SelectionT_co]):
     """One launch of an operator: what was chosen for it and why, its plan, and its parts of the workspace.
@@ -50,6 +42,13 @@ class NativeLaunch(Generic[SelectionT_co]):
     plan: LaunchPlan
     regions: tuple[Region, ...]
     portable: LaunchPlan | None = None
+
+    def resized(
+        self, selection: Any, grid: tuple[int, int, int], values: Mapping[str, object]
+    ) -> NativeLaunch[SelectionT_co]:
+        """The launch with another selection of the same kernel, another grid, and other values of some fields."""
+        plan = replaced(self.plan, grid=grid, values={**self.plan.values, **values}, why=selection)
+        return replaced(self, selection=selection, plan=plan)
 
 
 def scratch_regions(

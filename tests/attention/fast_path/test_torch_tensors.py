@@ -17,7 +17,7 @@ from cubin_runtime.kernels.native.decode.params import PAGED_DECODE_TMA
 from cubin_runtime.launch import senders
 from cubin_runtime.launch.workspace import SemaphoreWorkspace
 from cubin_runtime.testing import StandIn
-from tests.attention.fast_path_calls import FullPaths, suspended
+from tests.attention.fast_path_calls import FullPaths, placed, suspended
 from tests.attention.host_tensors import memory_of_host_tensors
 
 torch = pytest.importorskip("torch")
@@ -282,8 +282,16 @@ def test_batches_of_any_size_share_a_path(runtime: Runtime, standin: StandIn, fu
         own = of_batch(batch)
         standin.clear_log()
         paged_decode(**own, max_seq_len=256, runtime=runtime)
-        assert launched(standin) == in_full(own, standin, runtime)
+        sent, full = launched(standin), in_full(own, standin, runtime)
+        assert placed(repr(sent), runtime) == placed(repr(full), runtime)
     assert full_paths.count == 2
+
+
+def test_batches_of_any_size_share_the_workspaces_of_few_plans(runtime: Runtime, standin: StandIn) -> None:
+    standin.clear_log()
+    for batch in range(1, 60):
+        paged_decode(**of_batch(batch), max_seq_len=256, runtime=runtime)
+    assert 1 < len(standin.calls("cuMemAlloc")) == len(runtime.plans._plans) < 8
 
 
 @pytest.mark.parametrize("change", CHANGES)

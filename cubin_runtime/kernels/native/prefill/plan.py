@@ -14,7 +14,7 @@ from ....launch.plan import LaunchAttributes
 from ....launch.tensormap import TensorMapSpec
 from ....launch.workspace import Region
 from ....values import dataclass, replaced
-from ..launches import STATUS, KernelFile, NativeLaunch, SizedFields, native_plan
+from ..launches import STATUS, KernelFile, NativeLaunch, native_plan
 from ..problem import LOG2_E, NUMBERS, kv_scale_strides, page_size_log2
 from .select import (
     MOST_SPLITS,
@@ -115,18 +115,23 @@ def context_launches(
     raise AssertionError(selections)
 
 
-def sized_fields(selections: ContextSelections, problem: ContextProblem) -> tuple[SizedFields, ...] | None:
-    """The grids and fields that depend on the numbers of tokens and requests; None: other parts of the plan do too."""
+def resized_launches(
+    launches: Sequence[NativeLaunch[Any]], selections: ContextSelections, problem: ContextProblem
+) -> list[NativeLaunch[Any]] | None:
+    """``context_launches``, made of those of a problem with other numbers of tokens and requests, whose selections have
+    the same kernels; None: more than a few fields depend on these numbers."""
     match selections:
         case (ContextSelection() as attention, PartsMerge() as merge):
             parts = _problem_of_parts(problem, attention.splits)
-            return (
-                SizedFields(attention.kernel, attention.grid(parts), _sized_values(attention, parts)),
-                SizedFields(merge.kernel, merge.grid(problem), _merge_values(merge, problem)),
-            )
+            values = [_sized_values(attention, parts), _merge_values(merge, problem)]
         case (ContextSelection() as attention,):
-            return (SizedFields(attention.kernel, attention.grid(problem), _sized_values(attention, problem)),)
-    return None
+            values = [_sized_values(attention, problem)]
+        case _:
+            return None
+    return [
+        launch.resized(selection, selection.grid(problem), of_launch)
+        for launch, selection, of_launch in zip(launches, selections, values, strict=True)
+    ]
 
 
 def copy_of_cache(problem: ContextProblem) -> tuple[int, int]:
