@@ -11,7 +11,15 @@ from typing import Any
 
 import pytest
 
-from cubin_runtime.attention import Runtime, paged_decode, plan_paged_decode
+from cubin_runtime.attention import (
+    Runtime,
+    context_attention,
+    mla_decode,
+    paged_decode,
+    plan_context_attention,
+    plan_mla_decode,
+    plan_paged_decode,
+)
 from cubin_runtime.errors import UsageError
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -81,6 +89,45 @@ def test_what_changed_in_place_is_not_taken_for_what_it_was(runtime: Runtime, ch
         return
     q = given["q"].contiguous()
     assert torch.equal(got, paged_decode(**{**given, "q": q}, max_seq_len=256, runtime=runtime))
+
+
+@pytest.mark.parametrize("operator", ["paged_decode", "context_attention", "mla_decode"])
+def test_calls_of_many_sizes_give_the_bits_of_plans_of_their_own(runtime: Runtime, operator: str) -> None:
+    """They share plans and workspaces, also on two streams in turns."""
+    chance = random.Random(3)
+    on: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    pool, streams = 600, [torch.cuda.current_stream(), torch.cuda.Stream()]
+    caches = torch.randn(2, pool, 64, 8, 128, **on) if operator != "mla_decode" else torch.randn(pool, 64, 576, **on)
+    for number in range(120):
+        batch = chance.choice((1, 2, 3, 5, 8, 17, 40, 130))
+        own = {
+            "page_table": torch.randint(0, pool, (batch, 64), device="cuda", dtype=torch.int32),
+            "seq_lens": torch.randint(1, 64 * 64, (batch,), device="cuda", dtype=torch.int32),
+        }
+        if operator == "mla_decode":
+            tensors_of = {"q": torch.randn(batch, 16, 576, **on), "kv_cache": caches, **own}
+            sizes: dict[str, Any] = {"softmax_scale": 0.1}
+            out, plan_of, call = torch.empty(batch, 16, 512, **on), plan_mla_decode, mla_decode
+        elif operator == "paged_decode":
+            tensors_of = {"q": torch.randn(batch, 32, 128, **on), "k_cache": caches[0], "v_cache": caches[1], **own}
+            sizes, out, plan_of, call = {}, torch.empty(batch, 32, 128, **on), plan_paged_decode, paged_decode
+        else:
+            counts = torch.randint(1, chance.choice((2, 30, 300)), (batch,))
+            own["seq_lens"] = own["seq_lens"].maximum(counts.to("cuda", torch.int32))
+            sums = torch.cat((torch.zeros(1), counts.cumsum(0))).to("cuda", torch.int32)
+            rows = int(counts.sum())
+            tensors_of = {"q": torch.randn(rows, 32, 128, **on), "k": caches[0], "v": caches[1], **own}
+            tensors_of["q_cu_seq_lens"] = sums
+            sizes, out = {"max_q_len": int(counts.max())}, torch.empty(rows, 32, 128, **on)
+            plan_of, call = plan_context_attention, context_attention
+        planned = plan_of(**tensors_of, out=out, max_seq_len=4096, runtime=runtime, **sizes)
+        planned.run(**tensors_of, out=out)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(streams[number % 2]):
+            came = call(**tensors_of, max_seq_len=4096, runtime=runtime, **sizes)
+        torch.cuda.synchronize()
+        assert torch.equal(came, out), (number, batch)
+    assert len(runtime.plans._plans) < 40
 
 
 def test_a_bound_step_gives_the_bits_of_a_run(runtime: Runtime) -> None:
