@@ -227,10 +227,11 @@ class Worker(Requests):
         return {"equal": before == self._of_three()}
 
     def _of_three(self) -> list[dict[str, Any]]:
-        """Tokens of three prompts that are not cached."""
+        """Tokens and logprobs of three prompts that are not cached, one after the other: with others, the requests that
+        a step has may differ."""
         chance = random.Random(3)
         self._engine.reset_prefix_cache()
-        return self._generate([prompt_of(chance, length) for length in (17, 700, 1025)], 16, logprobs=1)
+        return [self._generate([prompt_of(chance, length)], 16, logprobs=1)[0] for length in (17, 700, 1025)]
 
     def stop(self) -> None:
         """End vLLM's own process, if there is one."""
