@@ -132,7 +132,7 @@ class Run(ABC):
     engine = ours = ""
 
     def __init__(self, chosen: argparse.Namespace) -> None:
-        self.out, self.models, self.rounds = chosen.out, chosen.models, chosen.rounds
+        self.out, self.models, self.rounds, self.jobs = chosen.out, chosen.models, chosen.rounds, chosen.jobs
         self.names, self.cache_bytes, self.label = chosen.names, chosen.cache_bytes, chosen.label
         self.common = {"kv_cache_dtype": chosen.kv_cache_dtype} if chosen.kv_cache_dtype else {}
         self.result: dict[str, Any] = {}

@@ -19,6 +19,7 @@ def main(kind: type[Run], sections: tuple[Callable[[Run], None], ...]) -> None:
     parser.add_argument("--names", nargs="*", help="models (those of the section)")
     parser.add_argument("--label", default="", help="part of the names of results")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--jobs", type=int, nargs="*", help="numbers of the jobs whose prompts are new, from 1 (all)")
     parser.add_argument("--cache-bytes", type=int, default=12_000_000_000, help="of a vLLM's cache (%(default)s)")
     parser.add_argument("--kv-cache-dtype", help="of engines that a section does not give one (the model's)")
     parser.add_argument("sections", nargs="+", choices=sorted(named))
