@@ -69,7 +69,10 @@ class Config:
     be fetched on first use. ``network`` has the network settings. ``profile`` measures launches and marks them for NVTX
     (``Runtime.stats``). ``record`` is a folder in which every call is recorded (``debug.recorded``). ``audit`` is a
     file to which one JSON object per line is appended for every file that is fetched or loaded, with its source, and
-    for every verification (None: no such file).
+    for every verification (None: no such file). Paths may be text, and sources paths.
+
+    Raises:
+        UsageError: no path is given for a path, or one in place of several.
     """
 
     store: Path
@@ -83,6 +86,20 @@ class Config:
     profile: bool = False
     record: Path | None = None
     audit: Path | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("store", "pin_state", "record", "audit"):
+            path = getattr(self, name)
+            if isinstance(path, (str, os.PathLike)):
+                object.__setattr__(self, name, Path(path))
+            elif path is not None or name == "store":
+                raise UsageError("expected a path", argument=name, value=path)
+        for name in ("sources", "pin_files", "pin_keys"):
+            several = getattr(self, name)
+            if isinstance(several, (str, os.PathLike)):
+                raise UsageError("expected a tuple of them", argument=name, value=repr(several))
+        object.__setattr__(self, "pin_files", tuple(map(Path, self.pin_files)))
+        object.__setattr__(self, "sources", self.sources and tuple(map(os.fspath, self.sources)))
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Config:

@@ -20,6 +20,28 @@ def test_an_empty_environment_gives_the_defaults(tmp_path: Path) -> None:
     assert config == Config(tmp_path / "cache" / "cubin-runtime" / "store")
 
 
+def test_paths_may_be_text_and_sources_paths() -> None:
+    given = {"pin_files": ("/a.toml",), "record": "/recorded", "audit": "/audit", "sources": (Path("/tree"), "package")}
+    config = Config("/store", **given)  # type: ignore[arg-type]
+    assert (config.store, config.pin_files) == (Path("/store"), (Path("/a.toml"),))
+    assert (config.record, config.audit, config.sources) == (Path("/recorded"), Path("/audit"), ("/tree", "package"))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"store": None}, "store=None: expected a path"),
+        ({"store": 3}, "store=3: expected a path"),
+        ({"record": False}, "record=False: expected a path"),
+        ({"sources": "https://host/x"}, "sources='https://host/x': expected a tuple of them"),
+        ({"pin_files": Path("/a.toml")}, "pin_files=.*a.toml.*: expected a tuple of them"),
+    ],
+)
+def test_what_is_no_path_is_refused(given: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=f"^{message}$"):
+        Config(**{"store": "/store", **given})  # type: ignore[arg-type]
+
+
 def test_each_variable_is_read() -> None:
     config = Config.from_environment(
         {
