@@ -323,17 +323,18 @@ def _states(engine: str, rows: Sequence[Row]) -> str:
     lines = []
     for row in (row for row in rows if "crowds" in row):
         counted = [f"{_name(label)} {each['equal']} of {each['of']}" for label, each in row["crowds"].items()]
-        lines.append(("bitwise identical alone and among 84 requests", MODELS[row["model"]], "; ".join(counted)))
+        lines.append(("bitwise identical alone and among 84 requests", _model(row), "; ".join(counted)))
         traced = [
             f"{_name(label)} {each['attention']} of {each.get('repeated', each['rows']):,}"
             for label, each in row["crowds"].items()
             if "attention" in each
         ]
         if traced:
-            lines.append((DIFFERED, MODELS[row["model"]], "; ".join(traced)))
+            lines.append((DIFFERED, _model(row), "; ".join(traced)))
     for row in (row for row in rows if "answers" in row):
         said = [f"{_name(label)} {'yes' if each['equal'] else 'no'}" for label, each in row["answers"].items()]
-        lines.append((f"the same tokens after: {row['state']}", MODELS[row["model"]], "; ".join(said)))
+        compared = "tokens" if row["state"] == "dropped requests" else "tokens and logprobs"
+        lines.append((f"the same {compared} after: {row['state']}", _model(row), "; ".join(said)))
     small = [row["after"] for row in rows if "after" in row]
     if small:
         memory = f"host {small[0]['host_mb']:,} to {small[-1]['host_mb']:,} MB"
