@@ -29,14 +29,12 @@ def _calls(report: Report) -> list[str]:
         for name, row in calls.items()
     ]
     new = {name.removeprefix(_PLANNING).strip(" :,"): row for name, row in rows.items() if name not in calls}
-    planning = ". ".join(
-        f"{name.capitalize()}: {row['least']:.0f} us, median {row['median']:.0f} us" for name, row in new.items()
-    )
+    planning = "; ".join(f"{name} {row['least']:.0f} us, median {row['median']:.0f} us" for name, row in new.items())
     return [
         "## Host time per call",
         f"{_place(report)}.",
         table(("call", "time", "C loop", "ratio"), lines),
-        *([f"The first call with a new batch size needs a new plan. {planning}."] if planning else []),
+        *([f"With a new batch size: {planning}."] if planning else []),
     ]
 
 

@@ -27,7 +27,7 @@ def draw(report: Mapping[str, Any], image: Path) -> None:
     from matplotlib.patches import Patch
 
     rows = rows_of(report)
-    figure, axes = pyplot.subplots(figsize=(5.8, 0.3 * len(rows) + 1.5), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(6.6, 0.36 * len(rows) + 1.5), layout="constrained")
     for place, (name, row) in enumerate(rows.items()):
         ratio = row["ratio"]
         axes.barh(place, ratio, height=0.68, color=_color(name), zorder=2)
@@ -35,7 +35,7 @@ def draw(report: Mapping[str, Any], image: Path) -> None:
         axes.annotate(words, (ratio, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=9)
     axes.set_yticks(range(len(rows)), [_wrapped(name.removeprefix("compat ")) for name in rows], fontsize=9)
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.55 * max(row["ratio"] for row in rows.values()))
+    axes.set_xlim(0, 1.9 * max(row["ratio"] for row in rows.values()))
     axes.axvline(1, color="#222222", linewidth=0.9, linestyle=(0, (5, 3)), zorder=4)
     axes.set_xlabel("host time / that of the same launch from C")
     axes.grid(True, axis="x", alpha=0.3)
@@ -43,7 +43,7 @@ def draw(report: Mapping[str, Any], image: Path) -> None:
     axes.set_title(f"Host time per call, {gpu}", fontsize=10)
     axes.legend(
         handles=[Patch(color=_OURS, label="cubin-runtime"), Patch(color=_OTHER, label="other libraries")],
-        loc="upper right",
+        loc="center right",
         fontsize=9,
     )
     image.parent.mkdir(parents=True, exist_ok=True)
@@ -56,8 +56,8 @@ def _color(name: str) -> str:
 
 
 def _wrapped(name: str) -> str:
-    """On two lines where it is long, so that the bars keep half of the width."""
+    """On several lines where it is long, so that the bars keep half of the width."""
     if len(name) <= _LINE:
         return name
-    cut = 1 + max(name.rfind(" ", 0, _LINE), name.rfind("_", 0, _LINE))
-    return f"{name[:cut]}\n{name[cut:]}"
+    cut = 1 + max(name.rfind(mark, 0, _LINE) for mark in " _,(")
+    return f"{name[:cut]}\n{_wrapped(name[cut:])}" if 0 < cut < len(name) else name
