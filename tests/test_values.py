@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cubin_runtime.values import HashedOnce, dataclass
+from cubin_runtime.values import HashedOnce, dataclass, replaced
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +70,18 @@ def test_a_keyword_field_is_not_taken_by_place() -> None:
 def test_values_are_checked_when_made_and_when_replaced() -> None:
     with pytest.raises(ValueError, match="rows=-1"):
         Size(-1)
-    with pytest.raises(ValueError, match="rows=-2"):
-        dataclasses.replace(Named(1, name="a"), rows=-2)
+    for replace in (dataclasses.replace, replaced):
+        with pytest.raises(ValueError, match="rows=-2"):
+            replace(Named(1, name="a"), rows=-2)
+
+
+def test_a_value_with_other_fields_is_another_value() -> None:
+    value = Named(1, name="a", parts=[1], note="x")
+    other = replaced(value, rows=2, note="y")
+    assert (other, other.parts, other.note) == (dataclasses.replace(value, rows=2), value.parts, "y")
+    assert (value.rows, value.note, type(other)) == (1, "x", Named)
+    with pytest.raises(TypeError, match=r"Named: no fields \['depth'\]"):
+        replaced(value, rows=2, depth=3)
 
 
 def test_equality_and_hash_follow_the_class_and_what_is_compared() -> None:
