@@ -18,8 +18,8 @@ from .checks import OptionCheck, check_dtype, check_options, check_shape, flat_s
 from .runtime import NativeRelease, Runtime
 
 Given = Mapping[str, Any]
-# From the first dimensions of a call's tensors by name, and the bound on its query tokens, to its launches; None: the
-# call has to be checked, and its launches planned anew.
+# From the first dimensions of a call's tensors by name, and the bound on its query tokens, to its launches with the
+# same bound on the lengths; None: the call has to be checked, and its launches planned anew.
 Resizer = Callable[[Mapping[str, int]], Sequence[NativeLaunch[Any]] | None]
 LENGTHS = ("int32", "uint32")
 

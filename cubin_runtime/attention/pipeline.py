@@ -91,21 +91,21 @@ class CallFamily:
             call = self.operator.call(tensors, self.operator.resized_options(call, max_q_len))
         return call
 
-    def resizer(self) -> Callable[[Mapping[str, int]], Sequence[NativeLaunch[Any]]]:
+    def resizer(self) -> Callable[[Mapping[str, int]], tuple[Sequence[NativeLaunch[Any]], int]]:
         """As ``Family``."""
-        operator, runtime, bound = self.operator, self.runtime, self.kept_bound
+        operator, runtime, kept = self.operator, self.runtime, self.kept_bound
         quick: Resizer | None = None
+        like = operator.call(self.tensors, self.options)
+        like = operator.call(self.tensors, operator.planned_options(like, kept))
         if operator.resizer is not None:
-            call = operator.call(self.tensors, self.options)
-            call = operator.call(self.tensors, operator.planned_options(call, bound))
-            quick = operator.resizer(call, _device_of(operator, runtime, call), runtime.native_release())
+            quick = operator.resizer(like, _device_of(operator, runtime, like), runtime.native_release())
 
-        def resized(sizes: Mapping[str, int]) -> Sequence[NativeLaunch[Any]]:
-            launches = quick and quick(sizes)
+        def resized(sizes: Mapping[str, int]) -> tuple[Sequence[NativeLaunch[Any]], int]:
+            call, launches = like, quick and quick(sizes)
             if launches is None:
                 call = self._call(self.tensors.resized(sizes), sizes.get(_Q_LEN_BOUND))
-                _, launches = _launches(operator, runtime, call, None, bound)
-            return launches
+                call, launches = _launches(operator, runtime, call, None, kept)
+            return launches, operator.planned_bounds(call.options)[1]
 
         return resized
 

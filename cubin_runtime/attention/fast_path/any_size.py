@@ -114,8 +114,9 @@ class SizedPath:
         plan = self._plan_of(sizes)
         if plan is None or bound > plan.bounds[1]:
             return MISS
-        if not is_known:
-            result = self._sent_at_once(frame, sizes, plan, workspace, stream)
+        unsent = None if is_known else self._family.unsent(plan, workspace, stream)
+        if unsent is not None:
+            result = self._sent_at_once(frame, sizes, plan, plan.bounds[1], unsent, workspace)
             if result is not MISS:
                 return result
         completed = self._form.completed(frame)
@@ -125,38 +126,36 @@ class SizedPath:
         launched = self._family.launch(plan, addresses, numbers, workspace, first, stream)
         self._place.record(frame.slots, stream, completed.tensors)
         if is_known:
-            self._keep(sizes, self._path_of(plan, launched, workspace), plan)
+            self._keep(sizes, self._path_of(plan, plan.bounds[1], launched, workspace), plan)
         return self._form.result(completed)
 
     def _sent_resized(self, frame: Frame, sizes: tuple[int, ...], workspace: Any, stream: int, bound: int) -> Any:
         """The result of a call that is sent by the plan of other sizes whose launches have the same kernels, or
         ``MISS``."""
         try:
-            launches = self._resized(dict(zip(self._names, sizes, strict=True)))
+            launches, longest = self._resized(dict(zip(self._names, sizes, strict=True)))
         except CubinRuntimeError:
             return MISS
         reference = self._bases.get(_kind(launches))
         plan = reference() if reference else None
-        if plan is None or bound > plan.bounds[1]:
+        unsent = self._family.unsent(plan, workspace, stream) if plan is not None and bound <= longest else None
+        if unsent is None:
             return MISS
-        return self._sent_at_once(frame, sizes, plan, workspace, stream, launches)
+        unsent = unsent._replace(prepared=unsent.prepared.resized([launch.plan for launch in launches]))
+        return self._sent_at_once(frame, sizes, plan, longest, unsent, workspace)
 
     def _sent_at_once(
         self,
         frame: Frame,
         sizes: tuple[int, ...],
         plan: Any,
+        longest: int,
+        unsent: Launched,
         workspace: Any,
-        stream: int,
-        launches: Sequence[NativeLaunch[Any]] | None = None,
     ) -> Any:
-        """The result of a call that is sent by its path already, which is then kept, or ``MISS``; ``launches`` are its
-        own where it has other sizes than the plan."""
-        unsent = self._family.unsent(plan, workspace, stream)
-        if unsent is not None and launches is not None:
-            prepared = unsent.prepared.resized([launch.plan for launch in launches])
-            unsent = unsent._replace(prepared=prepared)
-        path = None if unsent is None else self._path_of(plan, unsent, workspace)
+        """The result of a call that is sent by its path already, which is then kept, or ``MISS``; ``longest`` is the
+        greatest bound on lengths with which a call of these sizes takes the path."""
+        path = self._path_of(plan, longest, unsent, workspace)
         result = MISS if path is None else path.sent(frame)
         if result is not MISS:
             self._keep(sizes, path, plan)
@@ -180,9 +179,10 @@ class SizedPath:
                 self._bases[_kind(plan.launches)] = ref(plan)
         return plan
 
-    def _path_of(self, plan: Any, launched: Launched, workspace: AnyWorkspace | None) -> Path | None:
-        """The path of calls like the one launched, with the plan's own workspaces or those that the calls name, if they
-        name their contexts; None: there is none, as memory of a graph and memory that torch lends are neither."""
+    def _path_of(self, plan: Any, longest: int, launched: Launched, workspace: AnyWorkspace | None) -> Path | None:
+        """The path of calls like the one launched, with bounds on lengths up to ``longest``, and with the plan's own
+        workspaces or those that the calls name, if they name their contexts; None: there is none, as memory of a graph
+        and memory that torch lends are neither."""
         scratch, of_torch = launched.scratch, self._place.query is not None
         if scratch is None or (of_torch and any(region.lent for region in plan.regions)):
             return None
@@ -191,25 +191,25 @@ class SizedPath:
         slot = self._place.workspace_slot
         place = PlaceFinder(launched, self._place.query is None, self._place.stream_slot, slot)
         kernels = tuple([launch.function for launch in launched.prepared.launches])
-        key = (kernels, launched.names, scratch.names, plan.bounds[1], type(workspace), launched.context)
+        key = (kernels, launched.names, scratch.names, longest, type(workspace), launched.context)
         table, senders = self._tables.get(key) or (None, None)
         if table is not None and senders is not None:
             return Path(table, launched.prepared, place, senders.resized(launched.prepared))
-        calls = self._table_of(plan, launched, scratch.names, workspace)
+        calls = self._table_of(longest, launched, scratch.names, workspace)
         senders = senders_of(launched.prepared, written_values(calls, resident=()))
         table = PathTable(calls, place, senders.written, self._arguments)
         self._tables = {**dict(list(self._tables.items())[-_MOST_TABLES:]), key: (table, senders)}
         return Path(table, launched.prepared, place, senders)
 
     def _table_of(
-        self, plan: Any, launched: Launched, regions: Sequence[str], workspace: AnyWorkspace | None
+        self, longest: int, launched: Launched, regions: Sequence[str], workspace: AnyWorkspace | None
     ) -> CallTable:
         """The table of calls like the one launched: tests of what other sizes may have otherwise, and all values."""
         placed = {name: InScratch(number) for number, name in enumerate(regions)}
         values = tuple(placed.get(name) or self._sources[name] for name in launched.names)
         tests, slot = [], self._place.workspace_slot
         if self._bound is not None:
-            tests.append(ArgumentTest(Kind.INTEGER, self._bound, None, 0, plan.bounds[1]))
+            tests.append(ArgumentTest(Kind.INTEGER, self._bound, None, 0, longest))
         if slot is not None:
             tests.append(ArgumentTest(Kind.WORKSPACE, slot, type(workspace), launched.context))
         # No descriptor is kept for a tensor: the layers of a step have tensors of their own, later steps other sizes.

@@ -58,8 +58,9 @@ class Family(Protocol):
         """
         ...
 
-    def resizer(self) -> Callable[[Mapping[str, int]], Sequence[NativeLaunch[Any]]]:
-        """A function that gives the launches of a call of other sizes; it raises as ``plan_of``."""
+    def resizer(self) -> Callable[[Mapping[str, int]], tuple[Sequence[NativeLaunch[Any]], int]]:
+        """A function that gives the launches of a call of other sizes, and the greatest bound on the lengths that they
+        take; it raises as ``plan_of``."""
         ...
 
     def unsent(self, plan: Any, workspace: Any, stream: int) -> Launched | None:

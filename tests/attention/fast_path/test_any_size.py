@@ -112,6 +112,19 @@ def test_a_size_is_planned_for_its_first_call_alone(
     assert full_paths.count == 4
 
 
+@pytest.mark.parametrize("name", ["context_attention over ragged keys"])
+def test_a_bound_is_within_the_room_of_each_call_not_of_another(caller: Caller, calls: list[Call]) -> None:
+    named, memory = replace(BUFFERS, context=caller.runtime.driver.primary_context(0)), caller.memory
+    in_room = [(290, 256), (300, 256), (280, 256), (160, 150), (150, 150), (300, 250)]
+    for keys, longest in (*in_room[:4], (160, 161), (150, 160), *in_room[4:]):
+        rows = {name: memory.tensor("bfloat16", 33, 64, 128) for name in ("q", "out")}
+        own = {name: memory.tensor("bfloat16", keys, 8, 128) for name in ("k", "v")}
+        call = calls[0].changed(**rows, **own, max_seq_len=longest, workspace=named)
+        came = caller.outcome(call)
+        assert came == caller.in_full(call)
+        assert (came[0] != "UsageError") == ((keys, longest) in in_room)
+
+
 @pytest.mark.parametrize("name", ["context_attention over pages"])
 def test_lengths_of_several_requests_lie_side_by_side_whatever_those_of_one_did(
     caller: Caller, calls: list[Call]
