@@ -16,7 +16,7 @@ from ..tensor import is_torch, view_of
 from ..values import dataclass
 from .backends import check_device_facts, resolve_backend
 from .described_tensors import describe_tensors
-from .fast_path.notes import Launched, note_launch, note_unrepeatable
+from .fast_path.notes import Launched, Resized, note_launch, note_unrepeatable
 from .hook import installed
 from .memory import TensorMemory
 from .operator import CallTensors, Operator, OutputForm, Resizer
@@ -72,18 +72,27 @@ class CallFamily:
         sized, bound = self.tensors.sized, self.max_q_len
         return sized if bound is None else {**sized, _Q_LEN_BOUND: bound}
 
-    def plan_of(self, sizes: Mapping[str, int]) -> StepPlan:
+    def plan_of(self, sizes: Mapping[str, int], launches: Sequence[NativeLaunch[Any]] | None) -> StepPlan:
         """As ``Family``."""
-        return self.plan(self.tensors.resized(sizes), sizes.get(_Q_LEN_BOUND))
+        return self.plan(self.tensors.resized(sizes), sizes.get(_Q_LEN_BOUND), launches)
 
-    def plan(self, tensors: CallTensors, max_q_len: int | None) -> StepPlan:
-        """The plan of a call of the family; it is made, with all checks, unless the runtime has it."""
-        plan: StepPlan = self.plans.get((self.form, max_q_len, tensors.specs), partial(self._new, tensors, max_q_len))
+    def plan(
+        self, tensors: CallTensors, max_q_len: int | None, launches: Sequence[NativeLaunch[Any]] | None = None
+    ) -> StepPlan:
+        """The plan of a call of the family; it is made unless the runtime has it, with all checks if there are no
+        launches."""
+        new = partial(self._new, tensors, max_q_len, launches)
+        plan: StepPlan = self.plans.get((self.form, max_q_len, tensors.specs), new)
         return plan
 
-    def _new(self, tensors: CallTensors, max_q_len: int | None) -> StepPlan:
-        call = self._call(tensors, max_q_len)
-        return _plan(self.plan_class, self.operator, self.runtime, call, None, self.of_torch, self.kept_bound)
+    def _new(
+        self, tensors: CallTensors, max_q_len: int | None, launches: Sequence[NativeLaunch[Any]] | None
+    ) -> StepPlan:
+        call, operator = self._call(tensors, max_q_len), self.operator
+        if launches is None:
+            return _plan(self.plan_class, operator, self.runtime, call, None, self.of_torch, self.kept_bound)
+        options = operator.planned_options(call, self.kept_bound)
+        return self.plan_class(self.runtime, operator, tensors, options, launches, of_torch=self.of_torch)
 
     def _call(self, tensors: CallTensors, max_q_len: int | None) -> Any:
         call = self.operator.call(tensors, self.options)
@@ -91,7 +100,7 @@ class CallFamily:
             call = self.operator.call(tensors, self.operator.resized_options(call, max_q_len))
         return call
 
-    def resizer(self) -> Callable[[Mapping[str, int]], tuple[Sequence[NativeLaunch[Any]], int]]:
+    def resizer(self) -> Callable[[Mapping[str, int]], Resized]:
         """As ``Family``."""
         operator, runtime, kept = self.operator, self.runtime, self.kept_bound
         quick: Resizer | None = None
@@ -100,7 +109,7 @@ class CallFamily:
         if operator.resizer is not None:
             quick = operator.resizer(like, _device_of(operator, runtime, like), runtime.native_release())
 
-        def resized(sizes: Mapping[str, int]) -> tuple[Sequence[NativeLaunch[Any]], int]:
+        def resized(sizes: Mapping[str, int]) -> Resized:
             call, launches = like, quick and quick(sizes)
             if launches is None:
                 call = self._call(self.tensors.resized(sizes), sizes.get(_Q_LEN_BOUND))

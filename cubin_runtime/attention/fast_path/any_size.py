@@ -18,7 +18,7 @@ from ...launch.senders import Senders, senders_of
 from ...tensor import TensorView
 from .build import PathBuilder, Signature, UnlikeError, keyed_rows, written_values
 from .guards import KnownForms
-from .notes import Family, Launched, Notes
+from .notes import Family, Launched, Notes, Resized
 from .path import (
     CONSTANT,
     MISS,
@@ -107,11 +107,12 @@ class SizedPath:
         bound = 0 if self._bound is None else frame.slots[self._bound]
         if stream is None:
             return MISS
-        if not is_known and self._bases:
-            result = self._sent_resized(frame, sizes, workspace, stream, bound)
+        resized = self._resized_to(sizes) if not is_known and self._bases else None
+        if resized is not None:
+            result = self._sent_resized(frame, sizes, resized, workspace, stream, bound)
             if result is not MISS:
                 return result
-        plan = self._plan_of(sizes)
+        plan = self._plan_of(sizes, resized)
         if plan is None or bound > plan.bounds[1]:
             return MISS
         unsent = None if is_known else self._family.unsent(plan, workspace, stream)
@@ -129,13 +130,19 @@ class SizedPath:
             self._keep(sizes, self._path_of(plan, plan.bounds[1], launched, workspace), plan)
         return self._form.result(completed)
 
-    def _sent_resized(self, frame: Frame, sizes: tuple[int, ...], workspace: Any, stream: int, bound: int) -> Any:
+    def _resized_to(self, sizes: tuple[int, ...]) -> Resized | None:
+        """The launches of a call of these sizes; None: the full path refuses it."""
+        try:
+            return self._resized(dict(zip(self._names, sizes, strict=True)))
+        except CubinRuntimeError:
+            return None
+
+    def _sent_resized(
+        self, frame: Frame, sizes: tuple[int, ...], resized: Resized, workspace: Any, stream: int, bound: int
+    ) -> Any:
         """The result of a call that is sent by the plan of other sizes whose launches have the same kernels, or
         ``MISS``."""
-        try:
-            launches, longest = self._resized(dict(zip(self._names, sizes, strict=True)))
-        except CubinRuntimeError:
-            return MISS
+        launches, longest = resized
         reference = self._bases.get(_kind(launches))
         plan = reference() if reference else None
         unsent = self._family.unsent(plan, workspace, stream) if plan is not None and bound <= longest else None
@@ -161,14 +168,15 @@ class SizedPath:
             self._keep(sizes, path, plan)
         return result
 
-    def _plan_of(self, sizes: tuple[int, ...]) -> Any:
-        """The plan of calls of these sizes, made if there is none; None: the full path refuses them."""
+    def _plan_of(self, sizes: tuple[int, ...], resized: Resized | None) -> Any:
+        """The plan of calls of these sizes, made if there is none; None: the full path refuses them. Its launches are
+        those ``resized``, if there are any."""
         reference = self._plans.get(sizes)
         plan = reference() if reference else None
         if plan is not None:
             return plan
         try:
-            plan = self._family.plan_of(dict(zip(self._names, sizes, strict=True)))
+            plan = self._family.plan_of(dict(zip(self._names, sizes, strict=True)), resized and resized[0])
         except CubinRuntimeError:
             return None
         with self._lock:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 
 FastPaths = dict[int, Any]  # the ``Paths`` of each operator, by its number
+Resized = tuple[Sequence[Any], int]  # the launches of a call, and the greatest bound on the lengths that they take
 
 
 class Scratch(NamedTuple):
@@ -50,15 +51,16 @@ class Family(Protocol):
         """The sizes of the call that this was noted for."""
         ...
 
-    def plan_of(self, sizes: Mapping[str, int]) -> Any:
-        """The plan of calls of other sizes; its ``bounds`` are as in ``Launched``.
+    def plan_of(self, sizes: Mapping[str, int], launches: Sequence[NativeLaunch[Any]] | None) -> Any:
+        """The plan of calls of other sizes, with these ``launches`` if there are any; its ``bounds`` are as in
+        ``Launched``.
 
         Raises:
             CubinRuntimeError: there are no such calls.
         """
         ...
 
-    def resizer(self) -> Callable[[Mapping[str, int]], tuple[Sequence[NativeLaunch[Any]], int]]:
+    def resizer(self) -> Callable[[Mapping[str, int]], Resized]:
         """A function that gives the launches of a call of other sizes, and the greatest bound on the lengths that they
         take; it raises as ``plan_of``."""
         ...

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from cubin_runtime.attention import pipeline
 from cubin_runtime.attention.fast_path import any_size, operator_function
 from cubin_runtime.attention.operator_plan import OperatorPlan
 from cubin_runtime.attention.runtime import PlanCache
@@ -110,6 +111,22 @@ def test_a_size_is_planned_for_its_first_call_alone(
         if workspace or not path._bases:  # else the scratch is that of a plan of another size
             assert [caller.in_full(call) for call in own] == outcomes
     assert full_paths.count == 4
+
+
+def test_launches_of_a_size_are_planned_once_whether_or_not_it_has_a_plan_of_its_own(
+    caller: Caller, calls: list[Call], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned, original = [], pipeline._launches
+
+    def launches(*arguments: Any) -> Any:
+        planned.append(arguments)
+        return original(*arguments)
+
+    monkeypatch.setattr(pipeline, "_launches", launches)
+    named = replace(BUFFERS, context=caller.runtime.driver.primary_context(0))
+    for number, call in enumerate(calls, 1):
+        assert "symbol" in caller.outcome(call.changed(workspace=named))[0]
+        assert len(planned) <= number
 
 
 @pytest.mark.parametrize("name", ["context_attention over ragged keys"])
