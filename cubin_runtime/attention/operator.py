@@ -183,14 +183,11 @@ class Operator:
     arguments that are numbers or tensors on the device; one that is left out makes another plan, and 0 is refused
     unless it ``takes_zero``.
 
-    ``resizer`` makes of a checked call a function that gives its launches for other sizes, in less time than
-    ``launches`` does.
-
     ``call`` makes a call of tensors and options as ``check`` and ``launches`` take it. ``check`` raises for one that
-    breaks a rule. ``launches`` plans a checked call for a device with the kernels of a
-    release. ``output`` is the form of ``out`` for the arguments of a call that leaves it out. ``op_options`` are
-    arguments of its torch op that are neither tensors nor options, with their kinds. ``former`` are names that
-    arguments had in the last minor version -> their names.
+    breaks a rule. ``launches`` plans a checked call for a device with the kernels of a release; ``resizer`` makes a
+    function that does so for calls like it of other sizes, in less time. ``output`` is the form of ``out`` for the
+    arguments of a call that leaves it out. ``op_options`` are arguments of its torch op that are neither tensors nor
+    options, with their kinds. ``former`` are names that arguments had in the last minor version -> their names.
     """
 
     call: ClassVar[type[Any]] = Call

@@ -6,9 +6,10 @@ import ctypes
 import struct
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import copy
 from functools import cached_property, lru_cache
 from operator import itemgetter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from ..errors import AbiError, UsageError
 from . import driver_api as api
@@ -19,7 +20,6 @@ from .plan import LaunchPlan, launch_config
 from .structs import SCALARS, PlacedField, StructLayout
 from .tensormap import MovedDescriptors, TensorMapCache, TensorMapSpec
 
-InstanceT = TypeVar("InstanceT")
 # Errors of the driver if another context is current than a default stream is meant in, or none.
 _ELSEWHERE = (api.INVALID_CONTEXT, api.INVALID_HANDLE)
 _NOT_WRITTEN = (IndexError, struct.error, TypeError, OverflowError)  # no spare block, or a value does not fit
@@ -82,8 +82,10 @@ class PreparedLaunches:
 
     def resized(self, plans: Sequence[LaunchPlan]) -> PreparedLaunches:
         """Launches of the same kernels, with the same inputs, by plans with other grids and other values."""
-        launches = tuple([launch.resized(plan) for launch, plan in zip(self.launches, plans, strict=True)])
-        return _copy(self, {"launches": launches, "runs": 0, "_spare": []})
+        other = copy(self)
+        other.launches = tuple([launch.resized(plan) for launch, plan in zip(self.launches, plans, strict=True)])
+        other.runs, other._spare = 0, []
+        return other
 
     def run(self, stream: int, *values: Any, maps: Mapping[int, bytes] | None = None) -> None:
         """Send the launches on a stream (an int handle).
@@ -230,9 +232,13 @@ class PreparedLaunch:
 
     def resized(self, plan: LaunchPlan) -> PreparedLaunch:
         """A launch of the same kernel, with the same inputs, by a plan with another grid and other values."""
-        specs = {name: plan.values[name] for name in self.specs}
-        templates = {name: self.templates[name] for name in self.templates if specs[name] == self.specs[name]}
-        return _copy(self, {"plan": plan, "specs": specs, "templates": templates})
+        other = copy(self)
+        other.plan = plan
+        other.specs = {name: spec for name in self.specs if isinstance(spec := plan.values[name], TensorMapSpec)}
+        other.templates = {
+            name: self.templates[name] for name in self.templates if other.specs[name] == self.specs[name]
+        }
+        return other
 
     def config_on(self, stream: int) -> Any:
         """A CUlaunchConfig on a stream; it keeps what it refers to alive."""
@@ -256,14 +262,6 @@ class PreparedLaunch:
             layout=plan.layout,
             parameters=parameters,
         )
-
-
-def _copy(instance: InstanceT, changes: Mapping[str, Any]) -> InstanceT:
-    """A shallow copy with other attributes."""
-    copy = object.__new__(type(instance))
-    vars(copy).update(vars(instance))
-    vars(copy).update(changes)
-    return copy
 
 
 @lru_cache(maxsize=256)  # the plans of a kernel have them in common

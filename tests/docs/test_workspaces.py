@@ -9,6 +9,7 @@ import pytest
 
 from cubin_runtime import Config, Runtime
 from cubin_runtime.attention import MlaDecodePlan, PagedDecodePlan, TensorView, plan_mla_decode, plan_paged_decode
+from cubin_runtime.attention.fast_path.any_size import _kind
 from cubin_runtime.attention.operator_plan import OperatorPlan
 from cubin_runtime.attention.runtime import PlanCache
 from kernels_src.variants import VARIANTS
@@ -57,7 +58,7 @@ def test_it_says_how_much_memory_plans_and_calls_of_all_batches_have(
     runtime: Runtime, plan_of: Callable[[Runtime, int], OperatorPlan], words: str, words_of_calls: str
 ) -> None:
     plans = [plan_of(runtime, batch) for batch in range(1, MOST + 1)]
-    of_kinds = {tuple((launch.plan.symbol, launch.regions) for launch in plan.launches): plan for plan in plans}
+    of_kinds = {_kind(plan.launches): plan for plan in plans}
     for text, counted in ((words, plans), (words_of_calls, of_kinds.values())):
         nbytes = sum(plan.workspace_bytes for plan in counted)
         assert text.format(f"{round(nbytes / 2**20):,}") in TEXT

@@ -180,8 +180,7 @@ class SizedPath:
         except CubinRuntimeError:
             return None
         with self._lock:
-            for oldest in list(self._plans)[: 1 - _MOST_SIZES]:
-                self._forget(oldest)
+            self._make_room(self._plans)
             self._plans[sizes] = ref(plan, partial(_forget, ref(self), sizes))
             if all(launch.portable is None for launch in plan.launches):
                 self._bases[_kind(plan.launches)] = ref(plan)
@@ -200,8 +199,8 @@ class SizedPath:
         place = PlaceFinder(launched, self._place.query is None, self._place.stream_slot, slot)
         kernels = tuple([launch.function for launch in launched.prepared.launches])
         key = (kernels, launched.names, scratch.names, longest, type(workspace), launched.context)
-        table, senders = self._tables.get(key) or (None, None)
-        if table is not None and senders is not None:
+        if key in self._tables:
+            table, senders = self._tables[key]
             return Path(table, launched.prepared, place, senders.resized(launched.prepared))
         calls = self._table_of(longest, launched, scratch.names, workspace)
         senders = senders_of(launched.prepared, written_values(calls, resident=()))
@@ -228,12 +227,16 @@ class SizedPath:
         """Keep the path of calls of these sizes, as long as the plan that it sends is there."""
         with self._lock:
             if path is not None:
-                for oldest in list(self._paths)[: 1 - _MOST_SIZES]:
-                    self._forget(oldest)
+                self._make_room(self._paths)
                 self._owners[sizes] = ref(plan, partial(_forget, ref(self), sizes))
                 self._paths[sizes] = path
                 if path.walk is not None:
                     self._walks[sizes] = path.walk
+
+    def _make_room(self, table: Mapping[tuple[int, ...], Any]) -> None:
+        """Forget the oldest sizes of a table that one more would have too many."""
+        for oldest in list(table)[: 1 - _MOST_SIZES]:
+            self._forget(oldest)
 
     def _forget(self, sizes: tuple[int, ...]) -> None:
         with self._lock:

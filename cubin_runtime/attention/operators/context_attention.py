@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -88,7 +87,7 @@ class ContextOptions(AttentionOptions):
         window = min(self.window_left, max_seq_len)
         if (max_seq_len, window) == (self.max_seq_len, self.window_left):
             return self
-        return replace(self, max_seq_len=max_seq_len, window_left=window)
+        return replaced(self, max_seq_len=max_seq_len, window_left=window)
 
 
 def _kv_view(view: TensorView, name: str, options: Any) -> TensorView:
@@ -312,7 +311,7 @@ def _resizer(call: AttentionCall, device: DeviceFacts, release: NativeRelease) -
     if call.tensors["seq_lens"].strides != (1,):  # which is allowed for a single request
         return None
     problem, planned = _problem(call), call.tensors.sized
-    shape, like = _shape(call, problem), dict[tuple[str, ...], Sequence[NativeLaunch[Any]]]()
+    shape, like = _shape(call, problem), dict[tuple[str, ...], list[NativeLaunch[Any]]]()
 
     def resized(sizes: Mapping[str, int]) -> Sequence[NativeLaunch[Any]] | None:
         tokens, batch, q_len = sizes["q"], sizes["seq_lens"], sizes.get("max_q_len", _MOST)
@@ -327,10 +326,10 @@ def _resizer(call: AttentionCall, device: DeviceFacts, release: NativeRelease) -
         other_shape = replaced(shape, copied=copy_of_cache(other), **of_call)
         selections = select_context_launches(release.kernels, other_shape, device)
         kernels = tuple([selection.kernel.symbol for selection in selections])
-        if kernels not in like:
-            like[kernels] = context_launches(selections, other_shape, other, release.file_of)
-            return like[kernels]
-        return resized_launches(like[kernels], selections, other)
+        launches = resized_launches(like[kernels], selections, other) if kernels in like else None
+        if launches is None:
+            launches = like[kernels] = context_launches(selections, other_shape, other, release.file_of)
+        return launches
 
     return resized
 

@@ -108,8 +108,7 @@ def test_a_size_is_planned_for_its_first_call_alone(
         with monkeypatch.context() as changed:
             changed.setattr(path, "_launch", None)
             assert [caller.outcome(call) for call in own[2:]] == outcomes[2:]
-        if workspace or not path._bases:  # else the scratch is that of a plan of another size
-            assert [caller.in_full(call) for call in own] == outcomes
+        assert [caller.in_full(call) for call in own] == outcomes
     assert full_paths.count == 4
 
 

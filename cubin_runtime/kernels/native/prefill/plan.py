@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -146,7 +145,7 @@ def _problem_of_copy(problem: ContextProblem) -> ContextProblem:
     def strides(columns: int) -> KvStrides:
         return KvStrides(problem.kv_heads * tokens * columns, columns, tokens * columns)
 
-    return replace(
+    return replaced(
         problem,
         kv_dtype=problem.dtype,
         page_size=0,
