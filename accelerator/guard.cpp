@@ -1,10 +1,13 @@
-// torch's guards end the process where a tensor's form cannot be read, as that of a nested one: they throw, and nothing
-// of Python catches what C++ throws. Here such a tensor is unlike the known ones.
+// Functions of torch's that end the process where a tensor's form or memory cannot be read, as those of a nested one:
+// they throw, and nothing of Python catches what C++ throws.
 
 #define Py_LIMITED_API 0x030A0000
 #include <Python.h>
 
+#include <cstdint>
 #include <exception>
+
+// A tensor that the guards cannot read is unlike the known ones.
 
 // `check` is called without the interpreter in between, whose state an exception would leave broken.
 extern "C" PyObject *alike(PyObject *check, PyObject *tensors) {
@@ -31,4 +34,14 @@ extern "C" PyObject *guard_of(PyObject *, PyObject *check) {
     return nullptr;
   }
   return PyCFunction_NewEx(&method, check, nullptr);
+}
+
+extern "C" int address_by(unsigned long long function, PyObject *tensor, uint64_t *address) {
+  try {
+    *address = reinterpret_cast<uint64_t>(reinterpret_cast<void *(*)(PyObject *)>(function)(tensor));
+    return 1;
+  } catch (const std::exception &) {
+    PyErr_SetString(PyExc_RuntimeError, "the tensor has no memory");
+    return -1;
+  }
 }

@@ -2,7 +2,7 @@
 
 #include <string.h>
 
-enum { ABI = 6 };
+enum { ABI = 7 };
 
 static PyObject **first_of(PyObject *object, References references) {
   return (PyObject **)((char *)object + references.offset);
@@ -63,6 +63,7 @@ static PyModuleDef_Slot slots[] = {{Py_mod_exec, start}, {0, NULL}};
 
 static PyMethodDef methods[] = {
     {"guard", guard_of, METH_O, "guard(check): the method of torch's guards, but False where it would throw."},
+    {"same_stream", same_stream, METH_O, "same_stream(query): whether a stream is the same and does not capture."},
     {NULL, NULL, 0, NULL},
 };
 

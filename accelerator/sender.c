@@ -56,17 +56,14 @@ static PyObject *entry_of(const Sender *self, const unsigned char *parameters) {
   return entry;
 }
 
-static int is_done(PyObject *result) {
-  Py_XDECREF(result);
-  return result != NULL;
-}
-
 static int note(const Sender *self, const unsigned char *parameters) {
   PyObject *entry = self->entry != NULL ? Py_NewRef(self->entry) : entry_of(self, parameters);
-  if (entry == NULL) return -1;
-  int recorded = is_done(call_one(self->record, entry)) && is_done(PyObject_CallNoArgs(self->tick));
-  Py_DECREF(entry);
-  return recorded ? 0 : -1;
+  PyObject *recorded = entry == NULL ? NULL : call_one(self->record, entry);
+  PyObject *number = recorded == NULL ? NULL : PyIter_Next(self->launches);
+  Py_XDECREF(entry);
+  Py_XDECREF(recorded);
+  Py_XDECREF(number);
+  return number == NULL ? -1 : 0;
 }
 
 int fill(const Sender *self, const Value *values, Parameters *parameters) {
@@ -100,13 +97,13 @@ static PyObject *send(PyObject *object, PyObject *const *given, Py_ssize_t count
 
 static PyObject *new_sender(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
   static char *names[] = {"call",   "replace", "config", "function", "parameters", "fields", "launch",
-                          "stream", "record",  "tick",   "kept",     "entry",      NULL};
+                          "stream", "record",  "launches", "kept",   "entry",      NULL};
   Sender *self = allocate(type);
   if (self == NULL) return NULL;
   unsigned long long call, replace, config, function;
   int parsed = PyArg_ParseTupleAndKeywords(
       arguments, keywords, "KKKKSSOOOOO|O", names, &call, &replace, &config, &function, &self->parameters,
-      &self->fields, &self->launch, &self->stream, &self->record, &self->tick, &self->kept, &self->entry);
+      &self->fields, &self->launch, &self->stream, &self->record, &self->launches, &self->kept, &self->entry);
   if (hold_all((PyObject *)self, REFERENCES(Sender, parameters, entry), parsed) == NULL) return NULL;
   self->call = (LaunchKernelEx)(uintptr_t)call;
   self->replace = (ReplaceAddress)(uintptr_t)replace;
@@ -135,3 +132,27 @@ static PyType_Slot slots[] = {
 };
 
 PyType_Spec sender_spec = {"cubin_runtime_accelerator.Sender", sizeof(Sender), 0, Py_TPFLAGS_DEFAULT, slots};
+
+typedef struct {
+  int (*capturing)(void *stream, int *status);
+  int (*identify)(void *stream, unsigned long long *number);
+  void *stream;
+  unsigned long long number;
+} StreamQuery;
+
+// In this order: to ask a capturing stream for its number would spoil the capture. The driver may wait.
+static PyObject *is_same_stream(PyObject *bytes, PyObject *unused) {
+  const StreamQuery *query = (const StreamQuery *)PyBytes_AsString(bytes);
+  int status = 0, is_same;
+  unsigned long long number = 0;
+  Py_BEGIN_ALLOW_THREADS
+  is_same = !query->capturing(query->stream, &status) && !status && !query->identify(query->stream, &number);
+  Py_END_ALLOW_THREADS
+  return PyBool_FromLong(is_same && number == query->number);
+}
+
+PyObject *same_stream(PyObject *module, PyObject *query) {
+  static PyMethodDef method = {"is_same_stream", is_same_stream, METH_NOARGS, "Whether the stream is still the same."};
+  if (PyBytes_Check(query) && PyBytes_Size(query) == sizeof(StreamQuery)) return PyCFunction_NewEx(&method, query, NULL);
+  return PyErr_Format(PyExc_TypeError, "same_stream: expected %zu bytes", sizeof(StreamQuery));
+}

@@ -36,7 +36,7 @@ typedef struct {
   const void *config;  // a CUlaunchConfig, which nobody writes
   void *function;
   PyObject *parameters, *fields;  // bytes
-  PyObject *launch, *stream, *record, *tick, *kept;
+  PyObject *launch, *stream, *record, *launches, *kept;
   PyObject *entry;  // of the history where no parameter changes, else NULL
   Py_ssize_t size, count;
   const char *bytes;
@@ -45,6 +45,12 @@ typedef struct {
 
 // The method of torch's guards, but False where it would throw: `guard` of the module.
 PyObject *guard_of(PyObject *module, PyObject *check);
+
+// A function that tells whether a stream is the same and does not capture: `same_stream` of the module.
+PyObject *same_stream(PyObject *module, PyObject *query);
+
+// Read a tensor's address by a C function of torch's; -1: a RuntimeError is set, since the tensor has no memory.
+int address_by(unsigned long long function, PyObject *tensor, uint64_t *address);
 
 // The method that a guard of `guard_of` calls, borrowed, and what it gives for a tuple of tensors; NULL: no such guard.
 PyObject *guarded_by(PyObject *guard);

@@ -10,7 +10,7 @@ enum { BUCKETS = 256 };
 enum { EQUAL, OF_TYPE, INTEGER, SCALE, SEQUENCE, WORKSPACE };  // `Kind` of table.py
 enum { ADDRESS, PRODUCT };
 enum { SLOT, TENSOR, CONSTANT };  // kinds of sizes, as in path.py
-enum { LEVEL, OF_LEGACY, PLACE, OWNER, CONTEXT, CLAIM };  // `NAMES` of launch/accelerator.py
+enum { LEVEL, OF_LEGACY, OWNER, CONTEXT, CLAIMED };  // `NAMES` of launch/accelerator.py
 
 #define SCALE_LIMIT 0x1p127
 
@@ -69,11 +69,13 @@ struct Walk {
   PyObject *unfit;                 // the errors of a value that does not fit its field
   PyObject *result;                // None, a slot, or a tuple of slots
   PyObject *current, *device;      // NULL: the stream is not part of the key
-  PyObject *legacy, *place_of;     // NULL: no scratch of its own; `legacy` alone may be None
+  PyObject *held, *own, *in;       // workspaces by stream, the legacy one's key, their context; NULL: it has none
   PyObject *make, *made_of;        // NULL: no tensor is made
-  PyObject *halts, *claim;         // NULL: nothing halts it
+  PyObject *halts;                 // of a bound step, else NULL
+  PyObject *claim;                 // of the bound step, or the last that was found in `held`
   PyObject *by_size, *size_rows, *size_of;  // NULL: a call's sizes do not matter; else the walks by their sizes
   PyObject *guarded;               // what `check` calls, borrowed from it, or NULL
+  unsigned long long address_of;   // torch's function that reads an address, or 0: `data_ptr` is called
   int count, stream_slot, workspace_slot, tests, tensors, keyed, launches, made_counts, sizes;
   const Test *test;
   const Row *row;
@@ -208,12 +210,16 @@ static int read_word(PyObject *callable, PyObject *argument, uint64_t *word) {
   return *word == (uint64_t)-1 && PyErr_Occurred() ? FAILED : SENT;
 }
 
+static int read_address(const Walk *self, PyObject *tensor, uint64_t *address) {
+  return self->address_of ? address_by(self->address_of, tensor, address) : read_word(self->data_ptr, tensor, address);
+}
+
 static int read_addresses(const Walk *self, Call *call) {
   int next = 0;
   for (int i = 0; i < self->tensors; i++) {
     const Row *row = &self->row[i];
     if (!row->counts) continue;
-    if (read_word(self->data_ptr, call->tensors[i], &call->addresses[i]) == FAILED) {
+    if (read_address(self, call->tensors[i], &call->addresses[i]) == FAILED) {
       if (!PyErr_ExceptionMatches(PyExc_RuntimeError)) return FAILED;
       PyErr_Clear();  // torch's: a tensor of a function transform, as vmap's, has no storage
       return UNLIKE;
@@ -224,53 +230,81 @@ static int read_addresses(const Walk *self, Call *call) {
   return SENT;
 }
 
-// Where the scratch of a launch on the stream is: a new reference, to None if Python is to say, or NULL.
-static PyObject *find_place(const Walk *self, const Call *call) {
-  uint64_t stream = call->key.stream;
-  if (self->workspace_slot < 0 && !stream && self->legacy != Py_None) {
-    int is_own = truth(PyObject_GetAttr(self->legacy, name_of(self, OF_LEGACY)));
-    if (is_own < 0) return NULL;
-    return is_own ? PyObject_GetAttr(self->legacy, name_of(self, PLACE)) : Py_NewRef(Py_None);
+// Whether a claim, (place, buffer, owner, same_stream, ...), still holds; without a buffer it always does.
+static int is_held(const Walk *self, PyObject *claim) {
+  PyObject *buffer = PyTuple_GetItem(claim, 1), *owner = PyTuple_GetItem(claim, 2);
+  PyObject *same_stream = PyTuple_GetItem(claim, 3);
+  if (buffer == Py_None) return SENT;
+  int held;
+  if (same_stream == Py_None) {
+    held = truth(PyObject_GetAttr(buffer, name_of(self, OF_LEGACY)));
+  } else {
+    PyObject *its = PyObject_GetAttr(buffer, name_of(self, OWNER));
+    held = its == NULL ? FAILED : its == owner ? truth(PyObject_CallNoArgs(same_stream)) : 0;
+    Py_XDECREF(its);
   }
-  PyObject *handle = PyLong_FromUnsignedLongLong(stream);
-  if (handle == NULL) return NULL;
-  PyObject *place = self->workspace_slot < 0 ? call_one(self->place_of, handle)
-                                             : PyObject_CallMethodObjArgs(call->slots[self->workspace_slot],
-                                                                          name_of(self, CLAIM), handle, NULL);
-  Py_DECREF(handle);
-  if (place == NULL && self->workspace_slot >= 0 && PyErr_ExceptionMatches(PyExc_Exception)) {
-    PyErr_Clear();  // Python claims it again, and says what is wrong
-    return Py_NewRef(Py_None);
-  }
-  return place;
+  return held < 0 ? FAILED : held ? SENT : OTHERWISE;
 }
 
-// Whether a bound step may be sent: nothing halts it, and its claim, (buffer, owner, same_stream), holds.
+// Whether a claim, (..., stream, context), is one of the call's stream, in the context of the walk's workspaces.
+static int is_for(const Walk *self, PyObject *claim, PyObject *stream) {
+  PyObject *of = PyTuple_GetItem(claim, 4), *context = PyTuple_GetItem(claim, 5);
+  int is = of == Py_None ? 1 : PyObject_RichCompareBool(of, stream, Py_EQ);
+  if (is == 1 && self->in != NULL) is = PyObject_RichCompareBool(context, self->in, Py_EQ);
+  return is;
+}
+
+// What the workspace of the call's stream says that was claimed of it last: a new reference, to None if nothing was.
+static PyObject *find_claim(const Walk *self, const Call *call, PyObject *stream) {
+  PyObject *workspace = self->workspace_slot < 0
+                            ? PyDict_GetItemWithError(self->held, call->key.stream ? stream : self->own)
+                            : call->slots[self->workspace_slot];
+  if (workspace == NULL) return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
+  return PyObject_GetAttr(workspace, name_of(self, CLAIMED));
+}
+
+// Take the place of a claim for the call, if it is one of its stream that still holds.
+static int take_place(const Walk *self, Call *call, PyObject *stream, PyObject *claim) {
+  if (claim == Py_None) return OTHERWISE;
+  int held = is_for(self, claim, stream);
+  if (held == SENT) held = is_held(self, claim);
+  if (held == SENT) call->key.place = Py_NewRef(PyTuple_GetItem(claim, 0));
+  return held;
+}
+
+// Find the place of the scratch that the stream has claimed, as it had at the call before as a rule; OTHERWISE: Python
+// is to claim it.
+static int find_place(Walk *self, Call *call) {
+  PyObject *stream = PyLong_FromUnsignedLongLong(call->key.stream);
+  if (stream == NULL) return FAILED;
+  PyObject *claim = Py_NewRef(self->claim == NULL ? Py_None : self->claim);
+  int held = take_place(self, call, stream, claim);
+  if (held == OTHERWISE) {
+    Py_DECREF(claim);
+    claim = find_claim(self, call, stream);
+    held = claim == NULL ? FAILED : take_place(self, call, stream, claim);
+    if (held == SENT && self->workspace_slot < 0) {
+      PyObject *old = self->claim;
+      self->claim = Py_NewRef(claim);
+      Py_XDECREF(old);
+    }
+  }
+  Py_XDECREF(claim);
+  Py_DECREF(stream);
+  return held;
+}
+
+// Whether a bound step may be sent: nothing halts it, and its claim holds.
 static int is_ready(const Walk *self) {
   Py_ssize_t reasons = PyList_Size(self->halts);
-  if (reasons) return reasons < 0 ? FAILED : OTHERWISE;
-  if (self->claim == Py_None) return SENT;
-  PyObject *buffer = PyTuple_GetItem(self->claim, 0), *owner = PyTuple_GetItem(self->claim, 1);
-  PyObject *same_stream = PyTuple_GetItem(self->claim, 2);
-  if (same_stream == Py_None) {
-    int is_own = truth(PyObject_GetAttr(buffer, name_of(self, OF_LEGACY)));
-    return is_own < 0 ? FAILED : is_own ? SENT : OTHERWISE;
-  }
-  PyObject *its = PyObject_GetAttr(buffer, name_of(self, OWNER));
-  if (its == NULL) return FAILED;
-  int is_same = its == owner ? truth(PyObject_CallNoArgs(same_stream)) : 0;
-  Py_DECREF(its);
-  return is_same < 0 ? FAILED : is_same ? SENT : OTHERWISE;
+  return reasons < 0 ? FAILED : reasons ? OTHERWISE : is_held(self, self->claim);
 }
 
-static int find_key(const Walk *self, Call *call) {
+static int find_key(Walk *self, Call *call) {
   if (self->halts != NULL) return is_ready(self);
   if (self->stream_slot >= 0 && call->slots[self->stream_slot] != Py_None) return OTHERWISE;
   if (read_word(self->current, self->device, &call->key.stream) == FAILED) return FAILED;
-  if (self->place_of == NULL && self->workspace_slot < 0) return SENT;
-  call->key.place = find_place(self, call);
-  if (call->key.place == NULL) return FAILED;
-  return call->key.place == Py_None ? OTHERWISE : SENT;
+  return self->held == NULL && self->workspace_slot < 0 ? SENT : find_place(self, call);
 }
 
 // The same key as Python's walk makes it: a tuple.
@@ -323,7 +357,7 @@ static int make_tensor(const Walk *self, Call *call) {
   Py_DECREF(sources);
   if (made == NULL) return FAILED;
   call->slots[call->count++] = made;
-  return self->made_counts ? read_word(self->data_ptr, made, &call->addresses[self->tensors]) : SENT;
+  return self->made_counts ? read_address(self, made, &call->addresses[self->tensors]) : SENT;
 }
 
 static int multiply(const Source *source, const Call *call, Value *value) {
@@ -481,19 +515,21 @@ static void set_rows(Walk *self) {
 static PyObject *new_walk(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
   static char *names[] = {"slots",    "names",   "known",          "tests",   "tensors", "writes",  "forms",
                           "data_ptr", "failed",  "senders",        "unfit",   "result",  "stream_slot",
-                          "workspace_slot",      "current",        "device",  "legacy",  "place_of", "make",
-                          "made_of",  "made_counts", "halts",      "claim",   "by_size", "sizes",   "size_of", NULL};
+                          "workspace_slot",      "current",        "device",  "held",    "own",     "in",
+                          "make",     "made_of", "made_counts",    "halts",   "claim",   "by_size", "sizes",
+                          "size_of",  "address_of",            NULL};
   Walk *self = allocate(type);
   if (self == NULL) return NULL;
   PyObject_GC_UnTrack(self);  // until it holds what it refers to
   self->stream_slot = self->workspace_slot = -1;
   int parsed = PyArg_ParseTupleAndKeywords(
-      arguments, keywords, "iO!O!SSO!(OO!O)OOO!OO|iiOOOOOO!pO!OO!SO", names, &self->count, &PyTuple_Type, &self->names,
+      arguments, keywords, "iO!O!SSO!(OO!O)OOO!OO|iiOOO!OOOO!pO!O!O!SOK", names, &self->count, &PyTuple_Type, &self->names,
       &PyTuple_Type, &self->known, &self->test_rows, &self->tensor_rows, &PyTuple_Type, &self->writes, &self->modes,
       &PyDict_Type, &self->levels, &self->check, &self->data_ptr, &self->failed, &PyDict_Type, &self->senders,
       &self->unfit, &self->result, &self->stream_slot, &self->workspace_slot, &self->current, &self->device,
-      &self->legacy, &self->place_of, &self->make, &PyTuple_Type, &self->made_of, &self->made_counts, &PyList_Type,
-      &self->halts, &self->claim, &PyDict_Type, &self->by_size, &self->size_rows, &self->size_of);
+      &PyDict_Type, &self->held, &self->own, &self->in, &self->make, &PyTuple_Type, &self->made_of, &self->made_counts, &PyList_Type,
+      &self->halts, &PyTuple_Type, &self->claim, &PyDict_Type, &self->by_size, &self->size_rows, &self->size_of,
+      &self->address_of);
   if (hold_all((PyObject *)self, REFERENCES(Walk, names, size_of), parsed) == NULL) return NULL;
   set_rows(self);
   PyObject_GC_Track(self);

@@ -263,7 +263,6 @@ class OperatorPlan:
                 default=(context, 0),
                 regions_at=self._regions_at,
                 names=tuple(region.name for region in self.regions),
-                legacy=scratch.legacy if isinstance(scratch, Workspace) and not stream else None,
             ),
         )
         return launched, scratch, place

@@ -226,13 +226,10 @@ class BoundStep:
         items = [item for item in map(guarded, names, tensors) if item is not None]
         if len(items) < len(names):
             return
-        claim = None
-        if isinstance(workspace, Workspace):
-            claim = workspace.claim_eager(full.stream)
-            if claim is None:  # a capture, whose graph gets a buffer of its own
-                return
-        place = claim.place if claim else workspace.claim(full.stream)
-        prepared, fixed = plan.bound_run(self._addresses, self._numbers, workspace, place, full.stream)
+        claim = workspace.claim_eager(full.stream)
+        if claim is None:  # a capture, whose graph gets a buffer of its own
+            return
+        prepared, fixed = plan.bound_run(self._addresses, self._numbers, workspace, claim.place, full.stream)
         rows = [
             TensorRow(slot, item.address_of, arg.alignment - 1)
             for slot, (arg, item) in enumerate(zip(full.free, items, strict=True))

@@ -7,9 +7,9 @@ from functools import cache
 from struct import Struct
 from typing import Any
 
-_ABI = 6
+_ABI = 7
 # The attributes that it reads, and the rows of its tables, as its C declares them.
-NAMES = ("_current_level", "of_legacy", "place", "owner", "context", "claim")
+NAMES = ("_current_level", "of_legacy", "owner", "context", "claimed")
 MAX_FIELDS = 64
 MAX_FACTORS = 8
 FIELD = Struct("@Ic3x")  # offset, code
@@ -17,6 +17,7 @@ MAP = b"M"  # the code of a descriptor, which gets another address
 TEST = Struct("@iiPqq")  # kind, slot, what the argument is compared with, low, high
 ROW = Struct("@iiiQQ")  # slot, whether its address counts and is part of the key, mask, rest
 SIZE = Struct("@iq")  # kind, number
+STREAM_QUERY = Struct("@PPPQ")  # cuStreamIsCapturing, cuStreamGetId, handle, number
 SOURCE = Struct("@iiiq" + MAX_FACTORS * "id")  # kind, tensor, factors, offset, slot and constant of each factor
 
 

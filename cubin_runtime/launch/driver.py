@@ -16,6 +16,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 from ..errors import UsageError
 from ..values import dataclass
 from . import driver_api as api
+from .accelerator import STREAM_QUERY, accelerator
 from .driver_errors import STICKY, DriverCallError, DriverLibraryError
 from .history import LaunchHistory, LaunchRecord
 from .profiler import Profiler
@@ -406,9 +407,14 @@ class Driver:
 
         Threads may share it.
         """
+        functions: Any = self.function("cuStreamIsCapturing"), self.function("cuStreamGetId")
+        capturing, identify = functions
+        module = accelerator()
+        if module is not None:
+            addresses = [ctypes.cast(function, ctypes.c_void_p).value for function in functions]
+            return module.same_stream(STREAM_QUERY.pack(*addresses, stream, number))  # type: ignore[no-any-return]
         state = _StreamState()
         at = ctypes.addressof(state)
-        capturing, identify = self.function("cuStreamIsCapturing"), self.function("cuStreamGetId")
         # In this order: to ask a capturing stream for its number would spoil the capture.
         return lambda: (
             not (capturing(stream, at) or state.status or identify(stream, at + 16)) and state.number == number

@@ -48,18 +48,21 @@ class Recorded(Protocol):
 
 
 class LaunchHistory:
-    """A ring of the last launches: ``record`` appends (what, parameter bytes, stream) atomically, ``tick`` counts."""
+    """A ring of the last launches: ``record`` appends (what, parameter bytes, stream) atomically, ``tick`` counts.
+
+    ``counter`` is what ``tick`` takes the next number of.
+    """
 
     def __init__(self) -> None:
         self._ring: deque[tuple[Recorded, bytes, int]] = deque(maxlen=KEPT)
         self.record: Callable[[tuple[Recorded, bytes, int]], None] = self._ring.append
-        self._launches = count()
-        self.tick: Callable[[], int] = self._launches.__next__
+        self.counter = count()
+        self.tick: Callable[[], int] = self.counter.__next__
 
     @property
     def launches(self) -> int:
         """The number of calls of ``tick``."""
-        return int(self._launches.__reduce__()[1][0])  # the next number
+        return int(self.counter.__reduce__()[1][0])  # the next number
 
     def records(self) -> tuple[LaunchRecord, ...]:
         """The last launches, newest last."""

@@ -128,7 +128,7 @@ def in_c(module: Any, prepared: PreparedLaunches, written: frozenset[int]) -> Ma
             launch=launch,
             stream=stream,
             record=history.record,
-            tick=history.tick,
+            launches=history.counter,
             kept=config,
             **({} if fields else {"entry": (launch, parameters, stream)}),
         )

@@ -127,18 +127,20 @@ class EagerClaim(NamedTuple):
     """The buffer for eager launches as a stream claimed it, and what tells whether the next launch may use it too.
 
     For the legacy default stream, whose ``same_stream`` is None, ``buffer.of_legacy`` tells that; for others
-    ``buffer.owner is owner and same_stream()``, which is false in a capture too.
+    ``buffer.owner is owner and same_stream()``, which is false in a capture too. Without a ``buffer`` any may.
     """
 
-    place: Place
-    buffer: Any
-    owner: Any
-    same_stream: Callable[[], bool] | None
+    place: Hashable
+    buffer: Any = None
+    owner: Any = None
+    same_stream: Callable[[], bool] | None = None
+    stream: int | None = None
+    context: int | None = None
 
     def holds(self) -> bool:
         """Return whether the next launch of that stream may use the buffer too."""
         if self.same_stream is None:
-            return bool(self.buffer.of_legacy)
+            return self.buffer is None or bool(self.buffer.of_legacy)
         return self.buffer.owner is self.owner and self.same_stream()
 
 
@@ -181,6 +183,7 @@ class Workspace:
         self._eager: Buffer | None = Buffer(address, nbytes, capacity)
         self._eager.give(owner)
         self._buffers = [self._eager]
+        self.claimed = None if owner is None else self._claim_of(self._eager)  # the last that later launches may use
         weakref.finalize(self, _give_back, driver, context, self._buffers).atexit = False
 
     @classmethod
@@ -206,11 +209,6 @@ class Workspace:
         self._check_open()
         return (self._eager or self._buffers[0]).address
 
-    @property
-    def legacy(self) -> Any:
-        """The eager buffer while it is of the legacy stream, with the ``place`` that ``claim`` gives; else None."""
-        return self._eager if self._eager is not None and self._eager.of_legacy else None
-
     def reserve(self, graphs: int, stream: Stream | None = 0) -> None:
         """Have a buffer for eager launches, and one free for each of ``graphs`` captures to come.
 
@@ -233,17 +231,17 @@ class Workspace:
         Raises:
             WorkspaceError: another stream has it, a capture needs one and none is free, or it is closed.
         """
-        eager = self._eager
-        if type(stream) is int and not stream and eager is not None and eager.of_legacy:
-            return eager.place
+        claimed = self.claimed
+        if claimed is not None and type(stream) is int and stream == claimed.stream and claimed.holds():
+            return claimed.place  # type: ignore[return-value]
         handle = stream_handle(stream)
         owner = self._owner_on(handle)
-        if eager is not None and eager.owner == owner:
-            return eager.place
         with self._lock:
             self._check_open()
-            buffer = next((buffer for buffer in self._buffers if buffer.owner == owner), None)
-            return buffer.place if buffer is not None else self._give(owner).place
+            buffer = next((buffer for buffer in self._buffers if buffer.owner == owner), None) or self._give(owner)
+            if owner[0] is None:
+                self.claimed = self._claim_of(buffer)
+            return buffer.place
 
     def claim_eager(self, stream: Stream | None) -> EagerClaim | None:
         """``claim`` for many launches on ``stream``, each of which asks anew; None: it captures.
@@ -252,15 +250,13 @@ class Workspace:
             WorkspaceError: as ``claim``.
         """
         handle = stream_handle(stream)
-        place, buffer = self.claim(handle), self._eager
+        place, claimed, buffer = self.claim(handle), self.claimed, self._eager
+        if handle != PER_THREAD:
+            return claimed if claimed is not None and claimed.place is place and claimed.holds() else None
         owner = None if buffer is None else buffer.owner
         if buffer is None or owner is None or owner[0] is not None or buffer.place is not place:
             return None
-        if not handle:
-            return EagerClaim(place, buffer, owner, None)
-        if handle == PER_THREAD:
-            return EagerClaim(place, buffer, owner, lambda: self._owner_on(handle) == owner)
-        return EagerClaim(place, buffer, owner, self._driver.stream_query(handle, owner[1]))
+        return EagerClaim(place, buffer, owner, lambda: self._owner_on(handle) == owner)
 
     def regions(self, needed: Sequence[Region], place: Hashable = None) -> dict[str, int]:
         """The device address of each region in the buffer that ``claim`` gave; None: in that for eager launches.
@@ -299,7 +295,7 @@ class Workspace:
     def close(self) -> None:
         """Free owned memory, that of captured graphs once they are gone; calling it again does nothing."""
         with self._lock:
-            self._closed, self._eager = True, None
+            self._closed, self._eager, self.claimed = True, None, None
             for buffer in self._buffers:
                 if buffer.owned:
                     self._driver.free_later(self.context, buffer.address, life=buffer.life)
@@ -327,6 +323,15 @@ class Workspace:
             self._giving = interrupted
         return buffer
 
+    def _claim_of(self, buffer: Buffer) -> EagerClaim | None:
+        """The claim of the stream that has a buffer; None: it is another in every thread."""
+        assert buffer.owner is not None
+        _, number, stream, _ = buffer.owner
+        if stream == PER_THREAD:
+            return None
+        same_stream = self._driver.stream_query(stream, number) if stream else None
+        return EagerClaim(buffer.place, buffer, buffer.owner, same_stream, stream, self.context)
+
     def _owner_on(self, stream: int) -> Owner:
         if not is_default(stream):
             return owner_of(self._driver, stream)
@@ -335,7 +340,8 @@ class Workspace:
 
     def _for_stream(self, owner: Owner) -> Buffer:
         eager, stream = self._eager, owner[2]
-        _check_device(self._driver, self.context, stream)
+        if not is_default(stream):
+            _check_device(self._driver, self.context, stream)
         if eager is not None and eager.free:
             return eager
         if eager is None and self._owned:
@@ -393,8 +399,10 @@ class SemaphoreWorkspace:
     scratch: tuple[int, int]
     context: int | None = None
     owner: object = field(default=None, compare=False, repr=False)
+    claimed: EagerClaim = field(default=EagerClaim(None), compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "claimed", EagerClaim((self.semaphores, self.scratch)))
         for name, (address, nbytes) in (("semaphores", self.semaphores), ("scratch", self.scratch)):
             if nbytes < 0 or address % 16:
                 raise WorkspaceError(f"{name} at {address:#x} of {nbytes} bytes: expected a multiple of 16")
@@ -426,7 +434,11 @@ class SemaphoreWorkspace:
 
     def claim(self, stream: Stream | None) -> tuple[Place, Place]:
         """The buffers as they are: that one stream at a time uses them is the caller's affair."""
-        return self.semaphores, self.scratch
+        return self.claimed.place  # type: ignore[return-value]
+
+    def claim_eager(self, stream: Stream | None) -> EagerClaim:
+        """As ``Workspace``; it always holds."""
+        return self.claimed
 
     def places(self) -> tuple[tuple[Place, Place], ...]:
         """All its buffers."""
@@ -524,8 +536,7 @@ def words_of(owner: Owner | None) -> str:
 
 
 def _check_device(driver: Driver, context: int, stream: int) -> None:
-    if is_default(stream):
-        return  # it is that of whatever context the launch is made in
+    """Check a stream that has a device of its own: a default one is of whatever context the launch is made in."""
     own_device, stream_device = driver.context_device(context), driver.context_device(driver.stream_context(stream))
     if own_device != stream_device:
         raise WorkspaceError(
@@ -541,7 +552,8 @@ def _new_memory(driver: Driver, context: int, nbytes: int, stream: int) -> tuple
                 f"a workspace of {nbytes} bytes would be made while stream {stream:#x} captures: "
                 "make it before, with prepare(stream)"
             )
-        _check_device(driver, context, stream)
+        if not is_default(stream):
+            _check_device(driver, context, stream)
         # A buffer that the stream had before is used again in its order; freeing would wait for all work of the device.
         owner = owner_of(driver, stream)
         memory = driver.waiting_for(context, max(1, nbytes), owner)

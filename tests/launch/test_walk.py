@@ -19,6 +19,7 @@ from cubin_runtime.launch.driver import Driver, DriverCallError
 from cubin_runtime.launch.modules import KernelRequest, ModuleCache
 from cubin_runtime.launch.prepared import PreparedLaunches
 from cubin_runtime.launch.senders import NOT_WRITTEN, senders_of
+from cubin_runtime.launch.workspace import EagerClaim
 from cubin_runtime.testing import StandIn
 from tests.launch.examples import DIGEST, LAYOUT, SYMBOL, cubin, kernel_facts, needs, plan
 
@@ -26,17 +27,28 @@ pytestmark = pytest.mark.skipif(
     accelerator.accelerator() is None, reason="cubin_runtime_accelerator is not installed: pip install ./accelerator"
 )
 NAMES = ("out", "batch", "scale")
-STREAM, PLACE = 0x5007, (0x200, 16)
+STREAM, PLACE, LEGACY_PLACE = 0x5007, (0x200, 16), (0x100, 16)
 IN_PYTHON = "in Python"
 ADDRESS, PRODUCT = 0, 1
 
 
-class Legacy:
-    """A buffer of the legacy default stream, as a workspace has it."""
+LEGACY, CONTEXT = object(), 0xC000  # the key of the legacy default stream's workspace
 
-    of_legacy = True
-    place = (0x100, 16)
-    owner = object()
+
+class Buffer:
+    """A buffer of a workspace."""
+
+    def __init__(self, of_legacy: bool = False) -> None:
+        self.of_legacy, self.owner = of_legacy, object()
+
+
+class Workspace:
+    """One whose buffer a stream has claimed."""
+
+    def __init__(self, place: Any, stream: int | None = STREAM, context: int | None = CONTEXT) -> None:
+        self.context, self.buffer, self.same = context, Buffer(of_legacy=stream == 0), True
+        query = (lambda: self.same) if stream else None
+        self.claimed: EagerClaim | None = EagerClaim(place, self.buffer, self.buffer.owner, query, stream, context)
 
 
 @dataclass
@@ -46,8 +58,9 @@ class Surroundings:
     mode: int = 0
     levels: dict[str, int] = field(default_factory=lambda: {"_current_level": -1})
     stream: int = STREAM
-    legacy: Any = field(default_factory=Legacy)
-    places: dict[int, Any] = field(default_factory=lambda: {STREAM: PLACE})
+    held: dict[Any, Any] = field(
+        default_factory=lambda: {STREAM: Workspace(PLACE), LEGACY: Workspace(LEGACY_PLACE, stream=0)}
+    )
 
     def options(self, slots: int, tensors: Sequence[int]) -> dict[str, Any]:
         return {
@@ -60,7 +73,7 @@ class Surroundings:
             "tensors": tuple((slot, True, False, 15, 0) for slot in tensors),
             "result": None,
             "stream": (lambda device: self.stream + device, 0),
-            "scratch": (self.legacy, lambda stream: self.places.get(stream)),
+            "scratch": (self.held, LEGACY, CONTEXT),
         }
 
 
@@ -86,7 +99,7 @@ def product(*factors: Any) -> bytes:
 
 GROUPS = {  # options that come together
     "stream": ("current", "device"),
-    "scratch": ("legacy", "place_of"),
+    "scratch": ("held", "own", "in"),
     "bound": ("halts", "claim"),
     "made": ("make", "made_of", "made_counts"),
     "by_size": ("by_size", "sizes", "size_of"),
@@ -237,34 +250,60 @@ def test_senders_are_found_by_stream_scratch_and_addresses(
     keyed = ((0, True, True, 0, 0), (1, True, True, 0, 0))
     own = Sender(prepare(), around, {1: product(2)}, slots=3, tensors=keyed)
     expected = []
+    workspaces = {(s, p): Workspace((0x200 + p, 16), 0x5000 + s) for s in range(3) for p in range(5)}
 
     def turn(number: int) -> tuple[int, int]:
-        stream = 0x5000 + number % 3
-        around.stream, around.places = stream, {stream: (0x200 + number % 5, 16)}
+        around.stream = 0x5000 + number % 3
+        around.held[around.stream] = workspaces[number % 3, number % 5]
         return 1024 + 2 * (number % 7), 2048 + 2 * number
 
     for number in range(600):  # more than the walk remembers, so that they displace one another
         addresses = turn(number)
-        own.know(around.stream, around.places[around.stream], *addresses, values=(number, None, 1.0))
+        own.know(around.stream, (0x200 + number % 5, 16), *addresses, values=(number, None, 1.0))
     for again in range(2):
         for number in range(600):
             assert own.call(*turn(number), again) is None
             expected.append((hex(around.stream), number, again, 1.0))
     assert sent(standin) == expected
-    around.places = {around.stream: (0x999, 16)}
+    around.held[around.stream] = Workspace((0x999, 16), around.stream)
     assert own.call(1024, 2048, 1) == IN_PYTHON
 
 
-def test_the_legacy_stream_has_its_own_scratch(prepare: Prepare, standin: StandIn, around: Surroundings) -> None:
+@pytest.mark.parametrize("stream", [0, STREAM])
+def test_scratch_is_used_while_its_claim_holds(
+    prepare: Prepare, standin: StandIn, around: Surroundings, stream: int
+) -> None:
+    place, key = (PLACE, STREAM) if stream else (LEGACY_PLACE, LEGACY)
     own = Sender(prepare(), around, {0: address(0)}, slots=1)
-    own.know(0, Legacy.place)
-    around.stream = 0
+    own.know(stream, place)
+    around.stream = stream
     assert own.call(16) is None
-    around.legacy.of_legacy = False  # taken by another stream
-    assert own.call(16) == IN_PYTHON
-    around.stream = 7  # one without scratch
-    assert own.call(16) == IN_PYTHON
-    assert len(sent(standin)) == 1
+    workspace = around.held.pop(key)
+    assert own.call(16) is None, "the claim of the call before still holds"
+    workspace.buffer.of_legacy = workspace.same = False  # taken by another stream
+    assert own.call(16) == IN_PYTHON, "nobody has any"
+    of_another_stream, unclaimed = Workspace(place, stream=9), Workspace(place, stream)
+    of_another_stream.buffer.of_legacy, unclaimed.claimed = True, None
+    for other in (workspace, Workspace(place, stream, context=0xD000), of_another_stream, unclaimed):
+        around.held[key] = other
+        assert own.call(16) == IN_PYTHON
+    around.held[key] = Workspace(place, stream)
+    assert own.call(16) is None, "the stream has claimed another buffer"
+    assert len(sent(standin)) == 3
+
+
+def test_scratch_whose_claim_is_replaced_meanwhile_is_not_lost(prepare: Prepare, around: Surroundings) -> None:
+    own = Sender(prepare(), around, {0: address(0)}, slots=1)
+    own.know(STREAM, PLACE)
+    workspace = around.held[STREAM]
+
+    def same_stream() -> bool:
+        workspace.claimed = None
+        gc.collect()
+        return True
+
+    workspace.claimed = workspace.claimed._replace(same_stream=same_stream)
+    assert own.call(16) is None
 
 
 def test_a_call_that_names_its_stream_is_left_to_python(prepare: Prepare, around: Surroundings) -> None:
@@ -274,28 +313,19 @@ def test_a_call_that_names_its_stream_is_left_to_python(prepare: Prepare, around
     assert own.call(16, STREAM) == IN_PYTHON
 
 
-class Workspace:
-    """One that a call names."""
-
-    def __init__(self, context: int = 0xC000) -> None:
-        self.context = context
-
-    def claim(self, stream: int) -> tuple[int, int]:
-        if stream != STREAM:
-            raise ValueError("another stream has it")
-        return PLACE
-
-
 def test_a_call_may_name_its_workspace(prepare: Prepare, standin: StandIn, around: Surroundings) -> None:
-    tests = ((Kind.WORKSPACE, 1, (Workspace, 0xC000), 0, 0),)
+    tests = ((Kind.WORKSPACE, 1, (Workspace, CONTEXT), 0, 0),)
     own = Sender(prepare(), around, {0: address(0)}, tests=tests, scratch=None, workspace_slot=1)
     own.know(STREAM, PLACE)
-    assert own.call(16, Workspace()) is None
-    assert own.call(16, Workspace(0xD000)) is MISS
+    of_any = Workspace(PLACE, stream=None)
+    of_any.claimed = EagerClaim(PLACE)
+    assert own.call(16, Workspace(PLACE)) is None
+    assert own.call(16, of_any) is None
+    assert own.call(16, Workspace(PLACE, context=0xD000)) is MISS
     assert own.call(16, None) is MISS
     around.stream = 7
-    assert own.call(16, Workspace()) == IN_PYTHON
-    assert len(sent(standin)) == 1
+    assert own.call(16, Workspace(PLACE)) == IN_PYTHON
+    assert len(sent(standin)) == 2
 
 
 def test_sizes_choose_the_launches(prepare: Prepare, standin: StandIn, around: Surroundings) -> None:
@@ -319,8 +349,8 @@ def test_a_bound_step_is_sent_while_its_buffer_is_its_own(
     prepare: Prepare, standin: StandIn, around: Surroundings, of_legacy: bool
 ) -> None:
     halts: list[str] = []
-    buffer, same = Legacy(), [True]
-    claim = (buffer, None, None) if of_legacy else (buffer, buffer.owner, lambda: same[0])
+    buffer, same = Buffer(of_legacy), [True]
+    claim = EagerClaim(PLACE, buffer, buffer.owner, None if of_legacy else lambda: same[0])
     bound = {"stream": None, "scratch": None, "bound": (halts, claim)}
     own = Sender(prepare(), around, {0: address(0)}, slots=1, **bound)
     own.know()
@@ -399,7 +429,14 @@ def test_a_launch_refused_behind_others_raises_and_none_is_sent_again(
 @pytest.mark.parametrize("part", ["forms", "data_ptr", "stream", "scratch"])
 def test_errors_of_what_it_calls_come_out(prepare: Prepare, around: Surroundings, part: str) -> None:
     broken: Any = lambda *_: 1 // 0  # noqa: E731
-    parts = {"forms": (broken, {}, broken), "data_ptr": broken, "stream": (broken, 0), "scratch": (None, broken)}
+    broken_scratch = {STREAM: Workspace(PLACE)}
+    broken_scratch[STREAM].claimed = around.held[STREAM].claimed._replace(same_stream=broken)
+    parts = {
+        "forms": (broken, {}, broken),
+        "data_ptr": broken,
+        "stream": (broken, 0),
+        "scratch": (broken_scratch, LEGACY, CONTEXT),
+    }
     own = Sender(prepare(), around, {0: address(0)}, slots=1, **{part: parts[part]})
     with pytest.raises(ZeroDivisionError):
         own.call(16)
@@ -416,7 +453,7 @@ def walk_of(sizes: Sequence[Size] | None = None, **changes: Any) -> Any:
     }
     forms: Any = SimpleNamespace(accelerated=(lambda: 0, (), lambda *_: True))
     table = CallTable(forms=forms, compared=(), **{**rows, **changes})
-    place = BoundPlace(0, None, [])
+    place = BoundPlace(0, EagerClaim(None), [])
     return accelerated_walk(walk_options(table, 2, place, (), sizes), place, by_size=None if sizes is None else {})
 
 
@@ -469,13 +506,28 @@ def test_calls_are_bound_as_python_binds_them(monkeypatch: pytest.MonkeyPatch, a
 
     paths = new_paths(Binding.of(operator))
     add_path(paths, Same(), 4)
-    assert paths.send(1, 2, d=4) == [1, 2, 3, 4, 5]
-    assert paths.send(1, d=4, b=2, c=7, e=6) == [1, 2, 7, 4, 6]
-    assert paths.send(**{"".join(["", "a"]): 1, "b": 2, "d": 4}) == [1, 2, 3, 4, 5]
-    wrong: list[tuple[tuple[int, ...], dict[str, int]]] = [((1, 2), {}), ((1, 2, 3, 4), {"d": 1})]
-    wrong += [((1, 2), {"d": 1, "a": 1}), ((1,), {"d": 1}), ((1, 2), {"d": 1, "f": 1})]
-    for arguments, options in wrong:
-        assert paths.send(*arguments, **options) is MISS
+    calls: list[tuple[tuple[int, ...], dict[str, int], Any]] = [
+        ((1, 2), {"d": 4}, [1, 2, 3, 4, 5]),
+        ((1,), {"d": 4, "b": 2, "c": 7, "e": 6}, [1, 2, 7, 4, 6]),
+        ((), {"".join(["", "a"]): 1, "b": 2, "d": 4}, [1, 2, 3, 4, 5]),
+        ((1, 2), {}, MISS),
+        ((1, 2, 3, 4), {"d": 1}, MISS),
+        ((1, 2), {"d": 1, "a": 1}, MISS),
+        ((1,), {"d": 1}, MISS),
+        ((1, 2), {"d": 1, "f": 1}, MISS),
+        ((1, 2), {"d": 1, **{f"x{number}": number for number in range(200)}}, MISS),
+        ((1,) * 200, {"d": 1}, MISS),
+    ]
+    for arguments, options, result in calls:
+        assert paths.send(*arguments, **options) == result
+        assert paths.call(arguments, options) == result
+
+
+@pytest.mark.parametrize(("names", "defaults"), [(["a"] * 97, (1,) * 97), (["a"], ()), (["a"], (1, 2))])
+def test_paths_refuse_parameters_that_they_have_no_room_for(names: list[str], defaults: tuple[int, ...]) -> None:
+    module: Any = accelerator.accelerator()
+    with pytest.raises(ValueError, match="too many names, or another number of defaults"):
+        module.Paths(names=tuple(names), defaults=defaults, missing=MISS, first=0, by_position=1, miss=MISS)
 
 
 @pytest.mark.parametrize("accelerated", [False, True])

@@ -18,6 +18,12 @@ from cubin_runtime.testing import StandIn
 PARTS = (Region("counters", 100, 16), Region("partials", 1000, 256))
 
 
+@pytest.fixture(params=[True, False], ids=["with accelerator", "without"])
+def with_and_without_accelerator(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not request.param:
+        monkeypatch.setattr("cubin_runtime.launch.driver.accelerator", lambda: None)
+
+
 def borrowed(driver: Driver, nbytes: int, address: int = 0x10000) -> Workspace:
     return Workspace(driver, 0xC000, address, nbytes)
 
@@ -329,6 +335,7 @@ def test_the_default_streams_of_two_threads_do_not_share(driver: Driver, standin
     assert not {"cuMemAlloc", "cuMemFree"} & set(standin.names())
 
 
+@pytest.mark.usefixtures("with_and_without_accelerator")
 @pytest.mark.parametrize("stream", [0, 2, 0x5001])
 def test_an_eager_claim_tells_that_the_buffer_is_no_longer_the_streams(
     driver: Driver, context: int, stream: int
@@ -348,6 +355,7 @@ def test_an_eager_claim_is_that_of_one_thread(driver: Driver, context: int) -> N
     assert claim.holds()
 
 
+@pytest.mark.usefixtures("with_and_without_accelerator")
 def test_an_eager_claim_ends_with_its_stream(driver: Driver, context: int) -> None:
     stream = driver.create_stream()
     claim = Workspace.allocate(driver, context, 64, stream).claim_eager(stream)
@@ -357,6 +365,7 @@ def test_an_eager_claim_ends_with_its_stream(driver: Driver, context: int) -> No
     assert not claim.holds()
 
 
+@pytest.mark.usefixtures("with_and_without_accelerator")
 def test_an_eager_claim_is_not_for_a_capture(driver: Driver, context: int) -> None:
     stream = driver.create_stream()
     workspace = Workspace.allocate(driver, context, 64, stream)

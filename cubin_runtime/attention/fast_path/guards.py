@@ -210,3 +210,20 @@ def _guards_work() -> bool:
         return bool(same) and differ and not any(of_any(other, examples[1]) for other in others_of_any)
     except Exception:  # whatever a later torch does to names that are its own
         return False
+
+
+@cache
+def address_function() -> int:
+    """The address of torch's C function that reads the address of a tensor, which is not public; 0: there is none."""
+    import ctypes
+
+    import torch
+
+    try:
+        from torch._C._dynamo.guards import _torchinductor_pyobject_tensor_data_ptr as function
+
+        example = torch.empty(4, device="cpu")[1:]
+        reads = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object)(function)(example) == example.data_ptr()
+    except Exception:  # whatever a later torch does to names that are its own
+        return 0
+    return int(function) if reads else 0

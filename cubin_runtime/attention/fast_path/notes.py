@@ -23,14 +23,13 @@ class Scratch(NamedTuple):
 
     ``held`` has the workspace of each stream and, under ``default``, that of the legacy default stream; None: the
     caller gave one. ``regions_at`` gives the addresses of the regions called ``names`` from a workspace and what
-    ``Workspace.claim`` gave; ``legacy`` is the buffer that the legacy default stream took, if it was that.
+    ``Workspace.claim`` gave.
     """
 
     held: Mapping[Hashable, Any] | None
     default: Hashable
     regions_at: Callable[[Any, Hashable], tuple[int, ...]]
     names: tuple[str, ...]
-    legacy: Any = None
 
     def workspace_on(self, stream: int) -> Any:
         """The plan's own workspace of a stream, or None."""

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from ...errors import CubinRuntimeError, WorkspaceError
+from ...errors import CubinRuntimeError
 from ...launch.accelerator import MAX_FACTORS, NAMES, ROW, SIZE, SOURCE, TEST, accelerator, packed
 from ...launch.prepared import OtherContextError, PreparedLaunches
 from ...launch.senders import NOT_WRITTEN, Senders, senders_of
 from ...launch.streams import stream_handle
-from .notes import Launched, Scratch
+from .guards import address_function
+from .notes import Launched
 from .table import (
     Address,
     ArgumentTest,
@@ -61,10 +62,8 @@ class PlaceFinder:
         """``of_views``: the first tensor is a view; ``stream`` and ``workspace`` are the slots of those arguments."""
         self.device, self.scratch = launched.device, launched.scratch
         self.stream_slot, self.workspace_slot = stream, workspace
-        self._memory = launched.memory
+        self._memory, self.context = launched.memory, launched.context
         self.query = None if self._memory is None or of_views else self._memory.stream_query
-        scratch = self.scratch if workspace is None else None
-        self.place_of = None if scratch is None else _finder(scratch, launched.context)
 
     def current(self, first: Any) -> int:
         """The stream of a call that names none."""
@@ -89,17 +88,14 @@ class PlaceFinder:
             return None
         if scratch is None:
             return Place(handle)
-        if self.workspace_slot is not None:
-            workspace = slots[self.workspace_slot]
-            try:
-                return Place(handle, workspace, workspace.claim(handle))
-            except CubinRuntimeError:
-                return None
-        if handle or scratch.legacy is None:
-            place = None if self.place_of is None else self.place_of(handle)
-        else:
-            place = scratch.legacy.place if scratch.legacy.of_legacy else None
-        return None if place is None else Place(handle, None, place)
+        own = self.workspace_slot is None
+        workspace = scratch.workspace_on(handle) if own else slots[self.workspace_slot]  # type: ignore[index]
+        if workspace is None or (own and workspace.context != self.context):
+            return None
+        try:
+            return Place(handle, None if own else workspace, workspace.claim(handle))
+        except CubinRuntimeError:
+            return None
 
     def regions(self, place: Place) -> Sequence[int]:
         """The addresses of the scratch's regions."""
@@ -122,16 +118,16 @@ class PlaceFinder:
 class BoundPlace:
     """The one stream and place of a bound step, for as long as nothing halts it and the buffer is still its own."""
 
-    stream_slot = workspace_slot = query = scratch = place_of = None
+    stream_slot = workspace_slot = query = scratch = None
 
-    def __init__(self, stream: int, claim: EagerClaim | None, halts: list[str]) -> None:
+    def __init__(self, stream: int, claim: EagerClaim, halts: list[str]) -> None:
         self._place = Place(stream)
         self.claim, self.halts = claim, halts
 
     @property
     def holds(self) -> bool:
         """Return whether a step may be sent."""
-        return not self.halts and (self.claim is None or self.claim.holds())
+        return not self.halts and self.claim.holds()
 
     def find(self, slots: Sequence[Any], first: Any) -> Place | None:
         """As ``PlaceFinder``."""
@@ -143,23 +139,6 @@ class BoundPlace:
 
     def record(self, slots: Sequence[Any], stream: int, tensors: Sequence[Any]) -> None:
         """As ``PlaceFinder``; who binds a stream keeps the tensors that it uses."""
-
-
-def _finder(scratch: Scratch, context: int) -> Callable[[int], Any]:
-    """A function that gives the place of a stream's scratch as ``Workspace.claim`` does; None: the full path finds it,
-    or says why not."""
-    workspace_on = scratch.workspace_on
-
-    def place_of(handle: int) -> Any:
-        workspace = workspace_on(handle)
-        if workspace is None or workspace.context != context:
-            return None
-        try:
-            return workspace.claim(handle)
-        except WorkspaceError:
-            return None
-
-    return place_of
 
 
 class Frame(NamedTuple):
@@ -385,6 +364,7 @@ def walk_options(
         "writes": tuple(packed(SOURCE, [_write(table.values[number]) for number in places]) for places in writes),
         "forms": forms,
         "data_ptr": sys.modules["torch"].Tensor.data_ptr if table.tensors else None,
+        "address_of": address_function() if table.tensors else 0,
         "unfit": NOT_WRITTEN,
         "result": table.result,
         "stream_slot": -1 if place.stream_slot is None else place.stream_slot,
@@ -397,12 +377,11 @@ def walk_options(
 def _place_options(place: PlaceFinder | BoundPlace) -> dict[str, Any]:
     """The options that say where the walk finds the stream and the scratch, or what it asks before a bound step."""
     if isinstance(place, BoundPlace):
-        claim = place.claim and (place.claim.buffer, place.claim.owner, place.claim.same_stream)
-        return {"halts": place.halts, "claim": claim}
-    stream = {"current": place.query, "device": place.device}
-    if place.scratch is None or place.place_of is None:
+        return {"halts": place.halts, "claim": place.claim}
+    stream, scratch = {"current": place.query, "device": place.device}, place.scratch
+    if scratch is None or place.workspace_slot is not None:
         return stream
-    return {**stream, "legacy": place.scratch.legacy, "place_of": place.place_of}
+    return {**stream, "held": scratch.held, "own": scratch.default, "in": place.context}
 
 
 def _is_simple(table: CallTable, place: PlaceFinder | BoundPlace) -> bool:
