@@ -3,40 +3,49 @@
 
 #include "sender.h"
 
+#include <string.h>
+
 typedef struct {
   PyObject_HEAD
   PyObject *names, *defaults;      // of all parameters, in order; `missing` for those that have no default
   PyObject *missing, *miss, *walk_type, *otherwise;
   PyObject *entries, *walks;       // tuples: the paths, and the walk of each, or None
+  PyObject *name[MOST_SLOTS], *fallback[MOST_SLOTS];  // of each parameter, held by the tuples
   Py_ssize_t count, first, by_position;  // calls leave out those before `first`
 } Paths;
+
+// The arguments of a call, borrowed.
+typedef struct {
+  PyObject *const *values;  // by position, then by name
+  Py_ssize_t count, named;
+  PyObject *names[MOST_SLOTS];
+} Given;
 
 // The parameter that a keyword names, or -1: names of programs and of parameters are interned, as a rule, and in order,
 // so that the one behind the last is tried first.
 static Py_ssize_t index_of(const Paths *self, PyObject *name, Py_ssize_t next) {
   for (Py_ssize_t i = next; i < self->count; i++) {
-    if (PyTuple_GetItem(self->names, i) == name) return i;
+    if (self->name[i] == name) return i;
   }
   for (Py_ssize_t i = self->first; i < self->count; i++) {
-    if (PyUnicode_Compare(PyTuple_GetItem(self->names, i), name) == 0) return i;
+    if (PyUnicode_Compare(self->name[i], name) == 0) return i;
   }
   return -1;
 }
 
-// The arguments in the order of the parameters, borrowed. 0: they are not as the operator takes them.
-static int bind(const Paths *self, PyObject *const *given, Py_ssize_t count, PyObject *keywords, PyObject **slots) {
-  if (count > self->by_position) return 0;
-  for (Py_ssize_t i = 0; i < self->count; i++) slots[i] = NULL;
-  for (Py_ssize_t i = 0; i < count; i++) slots[self->first + i] = given[i];
-  Py_ssize_t named = keywords == NULL ? 0 : PyTuple_Size(keywords);
-  for (Py_ssize_t i = 0, next = self->first; i < named; i++, next++) {
-    next = index_of(self, PyTuple_GetItem(keywords, i), next);
+// The arguments in the order of the parameters. 0: they are not as the operator takes them.
+static int bind(const Paths *self, const Given *given, PyObject **slots) {
+  if (given->count > self->by_position) return 0;
+  memset(slots, 0, (size_t)self->count * sizeof *slots);
+  memcpy(slots + self->first, given->values, (size_t)given->count * sizeof *slots);
+  for (Py_ssize_t i = 0, next = self->first; i < given->named; i++, next++) {
+    next = index_of(self, given->names[i], next);
     if (next < 0 || slots[next] != NULL) return 0;
-    slots[next] = given[count + i];
+    slots[next] = given->values[given->count + i];
   }
   for (Py_ssize_t i = 0; i < self->count; i++) {
     if (slots[i] != NULL) continue;
-    slots[i] = PyTuple_GetItem(self->defaults, i);
+    slots[i] = self->fallback[i];
     if (slots[i] == self->missing) return 0;
   }
   return 1;
@@ -128,13 +137,39 @@ static PyObject *call_otherwise(const Paths *self, PyObject *const *given, Py_ss
   return result;
 }
 
-static PyObject *send(PyObject *object, PyObject *const *given, Py_ssize_t count, PyObject *keywords) {
-  Paths *self = (Paths *)object;
+static PyObject *send_given(Paths *self, const Given *given) {
   PyObject *slots[MOST_SLOTS + 1];
-  PyObject *result = bind(self, given, count, keywords, slots) ? try_all(self, slots) : Py_NewRef(self->miss);
+  return bind(self, given, slots) ? try_all(self, slots) : Py_NewRef(self->miss);
+}
+
+static PyObject *send(PyObject *object, PyObject *const *values, Py_ssize_t count, PyObject *keywords) {
+  Paths *self = (Paths *)object;
+  Given given;
+  given.values = values;
+  given.count = count;
+  given.named = keywords == NULL ? 0 : PyTuple_Size(keywords);
+  int fits = given.count + given.named <= MOST_SLOTS;
+  for (Py_ssize_t i = 0; fits && i < given.named; i++) given.names[i] = PyTuple_GetItem(keywords, i);
+  PyObject *result = fits ? send_given(self, &given) : Py_NewRef(self->miss);
   if (result != self->miss || self->otherwise == NULL) return result;
   Py_DECREF(result);
-  return call_otherwise(self, given, count, keywords);
+  return call_otherwise(self, values, count, keywords);
+}
+
+static PyObject *call(PyObject *object, PyObject *const *both, Py_ssize_t count) {
+  Paths *self = (Paths *)object;
+  if (count != 2 || !PyTuple_Check(both[0]) || !PyDict_Check(both[1])) {
+    return PyErr_Format(PyExc_TypeError, "call: expected a tuple and a dict");
+  }
+  PyObject *values[MOST_SLOTS];
+  Given given;
+  given.values = values;
+  given.count = PyTuple_Size(both[0]);
+  given.named = PyDict_Size(both[1]);
+  if (given.count + given.named > MOST_SLOTS) return Py_NewRef(self->miss);
+  for (Py_ssize_t i = 0; i < given.count; i++) values[i] = PyTuple_GetItem(both[0], i);
+  for (Py_ssize_t at = 0, i = 0; PyDict_Next(both[1], &at, &given.names[i], &values[given.count + i]);) i++;
+  return send_given(self, &given);
 }
 
 static PyObject *new_paths(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
@@ -151,8 +186,17 @@ static PyObject *new_paths(PyTypeObject *type, PyObject *arguments, PyObject *ke
   self->walks = PyTuple_New(0);
   PyObject *module = PyType_GetModule(type);
   self->walk_type = module == NULL ? NULL : PyObject_GetAttrString(module, "Walk");
-  if (self->entries == NULL || self->walks == NULL || self->walk_type == NULL) Py_CLEAR(self);
-  if (self != NULL) PyObject_GC_Track(self);
+  int fits = self->count <= MOST_SLOTS && self->count == PyTuple_Size(self->defaults);
+  if (!fits) PyErr_SetString(PyExc_ValueError, "Paths: too many names, or another number of defaults");
+  if (!fits || self->entries == NULL || self->walks == NULL || self->walk_type == NULL) {
+    Py_DECREF(self);
+    return NULL;
+  }
+  for (Py_ssize_t i = 0; i < self->count; i++) {
+    self->name[i] = PyTuple_GetItem(self->names, i);
+    self->fallback[i] = PyTuple_GetItem(self->defaults, i);
+  }
+  PyObject_GC_Track(self);
   return (PyObject *)self;
 }
 
@@ -171,6 +215,8 @@ static void free_paths(PyObject *object) {
 static PyMethodDef methods[] = {
     {"send", (PyCFunction)(void (*)(void))send, METH_FASTCALL | METH_KEYWORDS,
      "send(*arguments, **options): what the path of such calls gives, or else `otherwise`, or `miss`."},
+    {"call", (PyCFunction)(void (*)(void))call, METH_FASTCALL,
+     "call(arguments, options): what the path of such calls gives, or `miss`."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -204,6 +204,10 @@ class Paths(Protocol):
 
     entries: tuple[AnyPath, ...]
 
+    def call(self, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
+        """The result of the path of such calls, or ``MISS``."""
+        ...
+
     def send(self, *arguments: Any, **options: Any) -> Any:
         """The result of the path of such calls, or else of ``otherwise``, or ``MISS`` without that."""
         ...
@@ -237,7 +241,7 @@ class _Paths:
         self._binding, self._otherwise = binding, otherwise
         self.entries: tuple[AnyPath, ...] = ()
 
-    def send(self, *arguments: Any, **options: Any) -> Any:
+    def call(self, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
         slots = self._binding.in_order(arguments, options)
         if slots is not None:
             entries = self.entries
@@ -247,7 +251,11 @@ class _Paths:
                     if path is not entries[0]:
                         self.entries = (path, *(other for other in self.entries if other is not path))
                     return result
-        return MISS if self._otherwise is None else self._otherwise(*arguments, **options)
+        return MISS
+
+    def send(self, *arguments: Any, **options: Any) -> Any:
+        result = self.call(arguments, options)
+        return result if result is not MISS or self._otherwise is None else self._otherwise(*arguments, **options)
 
 
 def operator_function(
@@ -274,13 +282,14 @@ def operator_function(
     def decorate(full: FunctionT) -> FunctionT:
         binding = Binding.of(full)
         signature = Signature(binding.names, scales, bound, frozenset(memory), contents)
-        dispatcher = _Operator(full, binding, signature, op(full) if op else None, any_size=any_size, former=former)
+        traced = op(full) if op else None
+        dispatcher = _Operator(full, binding, signature, traced, any_size=any_size, former=former)
         number, is_method = dispatcher.number, dispatcher.is_method
 
         @wraps(full)
         def operator(*arguments: Any, **options: Any) -> Any:
-            if dispatcher.op is not None and _state.compiling():
-                return dispatcher.op.call(dispatcher.bound(arguments, options))
+            if traced is not None and _state.compiling():
+                return traced.call(dispatcher.bound(arguments, options))
             if is_method:
                 holder = arguments[0]
             else:
@@ -289,16 +298,16 @@ def operator_function(
             if holder is not None and not _state.suspended:
                 result = MISS
                 if any_size and number in holder.family_paths:  # ahead of paths that would each miss another size
-                    result = holder.family_paths[number].send(*arguments, **options)
+                    result = holder.family_paths[number].call(arguments, options)
                 if result is MISS and number in holder.fast_paths:
-                    result = holder.fast_paths[number].send(*arguments, **options)
+                    result = holder.fast_paths[number].call(arguments, options)
                 if result is not MISS:
                     return result
             return dispatcher.call(arguments, options)
 
         dispatcher.function = operator
-        if dispatcher.op is not None:
-            _undefined.append((dispatcher.op, operator))
+        if traced is not None:
+            _undefined.append((traced, operator))
             _state.compiling = _compiling  # which defines it
         return operator  # type: ignore[return-value]
 
