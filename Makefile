@@ -25,7 +25,7 @@ VENV_TORCH := .venv-torch/bin/python
 VENV_LOWEST := .venv-lowest/bin/python
 BUILD := build/artifacts
 KERNEL_SOURCES = $(sort $(shell find kernels_src -name '*.cu' -o -name '*.cuh'))
-ACCELERATOR := $(wildcard accelerator/*.[ch] accelerator/*.cpp) accelerator/setup.py accelerator/pyproject.toml
+ACCELERATOR := $(wildcard accelerator/*.[ch]) accelerator/setup.py accelerator/pyproject.toml
 
 ##@ Start here
 help: ## Say what each target does

@@ -50,7 +50,7 @@ static int add_type(PyObject *module, const char *name, PyType_Spec *spec) {
 }
 
 static int start(PyObject *module) {
-  return PyModule_AddIntMacro(module, ABI) || PyModule_AddIntMacro(module, MOST_SLOTS) ||
+  return start_forms() || PyModule_AddIntMacro(module, ABI) || PyModule_AddIntMacro(module, MOST_SLOTS) ||
                  PyModule_AddIntMacro(module, MOST_TENSORS) || PyModule_AddIntMacro(module, MOST_KEYED) ||
                  PyModule_AddIntMacro(module, MOST_LAUNCHES) ||
                  add_type(module, "Sender", &sender_spec) || add_type(module, "Walk", &walk_spec) ||
@@ -62,7 +62,8 @@ static int start(PyObject *module) {
 static PyModuleDef_Slot slots[] = {{Py_mod_exec, start}, {0, NULL}};
 
 static PyMethodDef methods[] = {
-    {"guard", guard_of, METH_O, "guard(check): the method of torch's guards, but False where it would throw."},
+    {"form", form_of, METH_VARARGS, "form(exchange_api, tensor): its form, as a row of a table."},
+    {"alike", alike_of, METH_VARARGS, "alike(exchange_api, grad_mode, forms): a function that tells whether tensors have them."},
     {"same_stream", same_stream, METH_O, "same_stream(query): whether a stream is the same and does not capture."},
     {NULL, NULL, 0, NULL},
 };

@@ -43,18 +43,45 @@ typedef struct {
   const Field *field;
 } Sender;
 
-// The method of torch's guards, but False where it would throw: `guard` of the module.
-PyObject *guard_of(PyObject *module, PyObject *check);
+// A tensor as DLPack's `DLTensor` describes it, and what reads one: 0, or -1 with a Python error.
+typedef struct {
+  void *data;
+  int32_t device_type, device, dims;
+  uint8_t code, bits;
+  uint16_t lanes;
+  const int64_t *shape, *strides;
+  uint64_t offset;
+} Tensor;
+typedef int (*ReadTensor)(void *object, Tensor *tensor);
+
+// The form of tensors: a class, which lives as long as its module, device, dtype, and sizes and strides, of which
+// negative ones are any.
+enum { MOST_DIMS = 6 };
+typedef struct {
+  PyTypeObject *type;
+  int32_t device_type, device, dims;
+  uint8_t code, bits;
+  uint16_t lanes;
+  int64_t shape[MOST_DIMS], strides[MOST_DIMS];
+} Form;
+
+int start_forms(void);
+
+// What reads the tensors of a class, by its `__dlpack_c_exchange_api__`; NULL: a Python error is set.
+ReadTensor reader_of(PyObject *capsule);
+
+// Read an object. SENT: it is a tensor of that form; UNLIKE: it is none, or, in grad mode, requires grad.
+int read_tensor(ReadTensor read, const Form *form, PyObject *object, int grad_mode, Tensor *tensor);
+
+// `form` and `alike` of the module.
+PyObject *form_of(PyObject *module, PyObject *arguments);
+PyObject *alike_of(PyObject *module, PyObject *known);
+
+// Whether a value, which is let go, is true; FAILED if it is NULL.
+int truth(PyObject *value);
 
 // A function that tells whether a stream is the same and does not capture: `same_stream` of the module.
 PyObject *same_stream(PyObject *module, PyObject *query);
-
-// Read a tensor's address by a C function of torch's; -1: a RuntimeError is set, since the tensor has no memory.
-int address_by(unsigned long long function, PyObject *tensor, uint64_t *address);
-
-// The method that a guard of `guard_of` calls, borrowed, and what it gives for a tuple of tensors; NULL: no such guard.
-PyObject *guarded_by(PyObject *guard);
-PyObject *alike(PyObject *check, PyObject *tensors);
 
 // The references of an object, which lie in it one behind another.
 typedef struct {

@@ -64,8 +64,8 @@ typedef struct {
 struct Walk {
   PyObject_HEAD
   PyObject *names, *known, *test_rows, *tensor_rows, *writes;  // tuples and bytes; `writes` has bytes for each launch
-  PyObject *modes, *levels, *check;                            // `check` may be None
-  PyObject *data_ptr, *failed, *senders;
+  PyObject *exchange, *modes, *levels, *grad_mode, *form_rows;  // those without tensors to test may be None
+  PyObject *failed, *senders;
   PyObject *unfit;                 // the errors of a value that does not fit its field
   PyObject *result;                // None, a slot, or a tuple of slots
   PyObject *current, *device;      // NULL: the stream is not part of the key
@@ -73,12 +73,12 @@ struct Walk {
   PyObject *make, *made_of;        // NULL: no tensor is made
   PyObject *halts;                 // of a bound step, else NULL
   PyObject *claim;                 // of the bound step, or the last that was found in `held`
-  PyObject *by_size, *size_rows, *size_of;  // NULL: a call's sizes do not matter; else the walks by their sizes
-  PyObject *guarded;               // what `check` calls, borrowed from it, or NULL
-  unsigned long long address_of;   // torch's function that reads an address, or 0: `data_ptr` is called
+  PyObject *by_size, *size_rows;   // NULL: a call's sizes do not matter; else the walks by their sizes
+  ReadTensor read;
   int count, stream_slot, workspace_slot, tests, tensors, keyed, launches, made_counts, sizes;
   const Test *test;
   const Row *row;
+  const Form *form;
   const Size *size;
   int counts[MOST_LAUNCHES];
   const Source *source[MOST_LAUNCHES];
@@ -91,6 +91,7 @@ typedef struct {
   PyObject **slots;
   int count, owned;
   PyObject *tensors[MOST_TENSORS];
+  int64_t first[MOST_TENSORS];           // of their sizes
   uint64_t addresses[MOST_TENSORS + 1];  // the last is that of the tensor made
   Key key;
 } Call;
@@ -101,13 +102,6 @@ PyObject *call_one(PyObject *callable, PyObject *argument) {
 }
 
 static PyObject *name_of(const Walk *self, int name) { return PyTuple_GetItem(self->names, name); }
-
-static int truth(PyObject *value) {
-  if (value == NULL) return FAILED;
-  int is = value == Py_True ? 1 : value == Py_False ? 0 : PyObject_IsTrue(value);
-  Py_DECREF(value);
-  return is;
-}
 
 static int is_equal(PyObject *value, PyObject *known) {
   if (value == known) return 1;
@@ -188,18 +182,27 @@ static int any_tangent(const Walk *self) {
   return number == -1 && PyErr_Occurred() ? FAILED : number >= 0;
 }
 
-// The tests of the tensors' forms, by torch's own guard, outside any dispatch mode and level of derivatives.
-static int test_forms(const Walk *self, Call *call) {
-  for (int i = 0; i < self->tensors; i++) call->tensors[i] = call->slots[self->row[i].slot];
-  if (self->check == Py_None) return SENT;  // there are none
+// Whether a mode of torch intercepts calls, or a tensor may have a tangent; else whether gradients are recorded.
+static int read_modes(const Walk *self, int *grad_mode) {
   int any = truth(PyObject_CallNoArgs(self->modes));
   if (!any) any = any_tangent(self);
-  if (any) return any < 0 ? FAILED : UNLIKE;
-  PyObject *tensors = tuple_of(call->tensors, self->tensors);
-  if (tensors == NULL) return FAILED;
-  int are = truth(self->guarded ? alike(self->guarded, tensors) : PyObject_Call(self->check, tensors, NULL));
-  Py_DECREF(tensors);
-  return are < 0 ? FAILED : are ? SENT : UNLIKE;
+  *grad_mode = any ? 0 : truth(PyObject_CallNoArgs(self->grad_mode));
+  return any < 0 || *grad_mode < 0 ? FAILED : any ? UNLIKE : SENT;
+}
+
+// Read the tensors, whose forms must be the known ones.
+static int read_tensors(const Walk *self, Call *call) {
+  if (self->form == NULL) return SENT;
+  int grad_mode, done = read_modes(self, &grad_mode);
+  for (int i = 0; i < self->tensors && done == SENT; i++) {
+    Tensor tensor;
+    call->tensors[i] = call->slots[self->row[i].slot];
+    done = read_tensor(self->read, &self->form[i], call->tensors[i], grad_mode, &tensor);
+    if (done != SENT) return done;
+    call->addresses[i] = (uint64_t)(uintptr_t)tensor.data + tensor.offset;
+    call->first[i] = tensor.dims ? tensor.shape[0] : 0;
+  }
+  return done;
 }
 
 static int read_word(PyObject *callable, PyObject *argument, uint64_t *word) {
@@ -210,20 +213,12 @@ static int read_word(PyObject *callable, PyObject *argument, uint64_t *word) {
   return *word == (uint64_t)-1 && PyErr_Occurred() ? FAILED : SENT;
 }
 
-static int read_address(const Walk *self, PyObject *tensor, uint64_t *address) {
-  return self->address_of ? address_by(self->address_of, tensor, address) : read_word(self->data_ptr, tensor, address);
-}
-
-static int read_addresses(const Walk *self, Call *call) {
+// The tests of addresses; those of the key are put there.
+static int test_addresses(const Walk *self, Call *call) {
   int next = 0;
   for (int i = 0; i < self->tensors; i++) {
     const Row *row = &self->row[i];
     if (!row->counts) continue;
-    if (read_address(self, call->tensors[i], &call->addresses[i]) == FAILED) {
-      if (!PyErr_ExceptionMatches(PyExc_RuntimeError)) return FAILED;
-      PyErr_Clear();  // torch's: a tensor of a function transform, as vmap's, has no storage
-      return UNLIKE;
-    }
     if (!call->addresses[i] || (call->addresses[i] & row->mask) != row->rest) return UNLIKE;
     if (row->keyed) call->key.addresses[next++] = call->addresses[i];
   }
@@ -357,7 +352,10 @@ static int make_tensor(const Walk *self, Call *call) {
   Py_DECREF(sources);
   if (made == NULL) return FAILED;
   call->slots[call->count++] = made;
-  return self->made_counts ? read_address(self, made, &call->addresses[self->tensors]) : SENT;
+  Tensor tensor;
+  if (self->made_counts && self->read(made, &tensor)) return FAILED;
+  if (self->made_counts) call->addresses[self->tensors] = (uint64_t)(uintptr_t)tensor.data + tensor.offset;
+  return SENT;
 }
 
 static int multiply(const Source *source, const Call *call, Value *value) {
@@ -450,7 +448,7 @@ static PyObject *size_at(const Walk *self, int i, const Call *call) {
   long long number = self->size[i].number;
   if (self->size[i].kind == SLOT) return Py_NewRef(call->slots[number]);
   if (self->size[i].kind == CONSTANT) return PyLong_FromLongLong(number);
-  return PyObject_CallFunction(self->size_of, "Oi", call->tensors[number], 0);
+  return PyLong_FromLongLong(call->first[number]);
 }
 
 // The walk of calls of these sizes, a new reference; NULL without an error: Python is to make it.
@@ -469,7 +467,7 @@ static Walk *walk_of_size(const Walk *self, const Call *call) {
 }
 
 static int send_call(Walk *self, Call *call, PyObject **result) {
-  int done = read_addresses(self, call);
+  int done = test_addresses(self, call);
   if (done == SENT) done = find_key(self, call);
   return done == SENT ? send_by_key(self, call, result) : done;
 }
@@ -487,7 +485,7 @@ static int send_sized(Walk *self, Call *call, PyObject **result) {
 int walk(Walk *self, PyObject **slots, PyObject **result) {
   Call call = {.slots = slots, .count = self->count, .owned = self->count};
   int done = test_arguments(self, &call);
-  if (done == SENT) done = test_forms(self, &call);
+  if (done == SENT) done = read_tensors(self, &call);
   if (done == SENT) done = self->by_size ? send_sized(self, &call, result) : send_call(self, &call, result);
   Py_XDECREF(call.key.place);
   while (call.count > call.owned) Py_DECREF(call.slots[--call.count]);
@@ -500,7 +498,8 @@ static const void *rows_of(PyObject *bytes, size_t size, int *count) {
   return bytes == NULL ? NULL : PyBytes_AsString(bytes);
 }
 
-static void set_rows(Walk *self) {
+// -1: a Python error is set.
+static int set_rows(Walk *self) {
   self->test = rows_of(self->test_rows, sizeof(Test), &self->tests);
   self->row = rows_of(self->tensor_rows, sizeof(Row), &self->tensors);
   self->size = rows_of(self->size_rows, sizeof(Size), &self->sizes);
@@ -509,39 +508,45 @@ static void set_rows(Walk *self) {
   for (int i = 0; i < self->launches; i++) {
     self->source[i] = rows_of(PyTuple_GetItem(self->writes, i), sizeof(Source), &self->counts[i]);
   }
-  self->guarded = self->check == Py_None ? NULL : guarded_by(self->check);
+  int forms = self->tensors;
+  if (self->form_rows != Py_None) self->form = rows_of(self->form_rows, sizeof(Form), &forms);
+  if (forms != self->tensors) PyErr_Format(PyExc_ValueError, "%d forms of %d tensors", forms, self->tensors);
+  if (self->exchange != Py_None) self->read = reader_of(self->exchange);
+  return PyErr_Occurred() ? -1 : 0;
 }
 
 static PyObject *new_walk(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
   static char *names[] = {"slots",    "names",   "known",          "tests",   "tensors", "writes",  "forms",
-                          "data_ptr", "failed",  "senders",        "unfit",   "result",  "stream_slot",
-                          "workspace_slot",      "current",        "device",  "held",    "own",     "in",
-                          "make",     "made_of", "made_counts",    "halts",   "claim",   "by_size", "sizes",
-                          "size_of",  "address_of",            NULL};
+                          "failed",   "senders", "unfit",          "result",  "stream_slot",        "workspace_slot",
+                          "current",  "device",  "held",           "own",     "in",      "make",    "made_of",
+                          "made_counts",         "halts",          "claim",   "by_size", "sizes",   NULL};
   Walk *self = allocate(type);
   if (self == NULL) return NULL;
   PyObject_GC_UnTrack(self);  // until it holds what it refers to
   self->stream_slot = self->workspace_slot = -1;
   int parsed = PyArg_ParseTupleAndKeywords(
-      arguments, keywords, "iO!O!SSO!(OO!O)OOO!OO|iiOOO!OOOO!pO!O!O!SOK", names, &self->count, &PyTuple_Type, &self->names,
-      &PyTuple_Type, &self->known, &self->test_rows, &self->tensor_rows, &PyTuple_Type, &self->writes, &self->modes,
-      &PyDict_Type, &self->levels, &self->check, &self->data_ptr, &self->failed, &PyDict_Type, &self->senders,
-      &self->unfit, &self->result, &self->stream_slot, &self->workspace_slot, &self->current, &self->device,
-      &PyDict_Type, &self->held, &self->own, &self->in, &self->make, &PyTuple_Type, &self->made_of, &self->made_counts, &PyList_Type,
-      &self->halts, &PyTuple_Type, &self->claim, &PyDict_Type, &self->by_size, &self->size_rows, &self->size_of,
-      &self->address_of);
-  if (hold_all((PyObject *)self, REFERENCES(Walk, names, size_of), parsed) == NULL) return NULL;
-  set_rows(self);
+      arguments, keywords, "iO!O!SSO!(OOOOO)OO!OO|iiOOO!OOOO!pO!O!O!S", names, &self->count, &PyTuple_Type,
+      &self->names, &PyTuple_Type, &self->known, &self->test_rows, &self->tensor_rows, &PyTuple_Type, &self->writes,
+      &self->exchange, &self->modes, &self->levels, &self->grad_mode, &self->form_rows, &self->failed, &PyDict_Type,
+      &self->senders, &self->unfit, &self->result, &self->stream_slot, &self->workspace_slot, &self->current,
+      &self->device, &PyDict_Type, &self->held, &self->own, &self->in, &self->make, &PyTuple_Type, &self->made_of,
+      &self->made_counts, &PyList_Type, &self->halts, &PyTuple_Type, &self->claim, &PyDict_Type, &self->by_size,
+      &self->size_rows);
+  if (hold_all((PyObject *)self, REFERENCES(Walk, names, size_rows), parsed) == NULL) return NULL;
+  if (set_rows(self)) {
+    Py_DECREF((PyObject *)self);
+    return NULL;
+  }
   PyObject_GC_Track(self);
   return (PyObject *)self;
 }
 
 // What the buckets hold refers to nothing that could refer to the walk.
 static int visit_walk(PyObject *object, visitproc visit, void *arg) {
-  return visit_all(object, REFERENCES(Walk, names, size_of), visit, arg);
+  return visit_all(object, REFERENCES(Walk, names, size_rows), visit, arg);
 }
 
-static int clear_walk(PyObject *object) { return clear_all(object, REFERENCES(Walk, names, size_of)); }
+static int clear_walk(PyObject *object) { return clear_all(object, REFERENCES(Walk, names, size_rows)); }
 
 static void free_walk(PyObject *object) {
   Walk *self = (Walk *)object;
@@ -550,7 +555,7 @@ static void free_walk(PyObject *object) {
     Py_XDECREF(self->buckets[i].key.place);
     Py_XDECREF(self->buckets[i].senders);
   }
-  release(object, REFERENCES(Walk, names, size_of));
+  release(object, REFERENCES(Walk, names, size_rows));
 }
 
 static PyType_Slot slots[] = {

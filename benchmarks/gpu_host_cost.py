@@ -4,8 +4,9 @@
 
 Every figure is the mean of 40 calls while the queue is not full: the least and the median of many such means, in
 microseconds. The floor of a row is a C loop over ``cuLaunchKernelEx`` that makes the same launch, with the row's own
-kernel, parameters and attributes. Each of the rounds is a process of its own; ratios are medians over the rounds of
-ratios of minima. ``--peers`` adds FlashInfer's own functions, which it compiles first.
+kernel, parameters and attributes, and takes turns with the calls: clocks of hosts change from one second to the next.
+Each of the rounds is a process of its own; ratios are medians over the rounds of medians over the turns. torch records
+no gradients, as in engines. ``--peers`` adds FlashInfer's own functions, which it compiles first.
 """
 
 from __future__ import annotations
@@ -73,12 +74,11 @@ def main() -> None:
     table = {}
     for row in rounds[0]:
         each = [found[row] for found in rounds if row in found]
-        ratios = [found["least"] / found["floor"] for found in each]
         table[row] = {
             "least": min(found["least"] for found in each),
             "median": statistics.median(found["median"] for found in each),
             "floor": statistics.median(found["floor"] for found in each),
-            "ratio": statistics.median(ratios),
+            "ratio": statistics.median(found["ratio"] for found in each),
             **({"target": TARGETS[row]} if row in TARGETS else {}),
             **{name: each[0][name] for name in ("cubins", "commit") if name in each[0]},
         }
@@ -110,19 +110,58 @@ class Table:
         self.origin: dict[str, Any] = {}  # what the rows that follow launch
         self._synchronize = synchronize
 
-    def add(self, row: str, call: Callable[[], Any], floor: float, *, calls: int = 1) -> None:
-        """Measure what makes so many calls; the launch of each takes ``floor`` microseconds in C."""
+    def add(self, row: str, call: Callable[[], Any], loop: CLoop, *, calls: int = 1) -> None:
+        """Measure what makes so many calls, each of which makes the launch of the loop in C."""
         for _ in range(200):
             call()
         self._synchronize()
-        found = []
+        found, floors = [], []
         for _ in range(REPEATS):
+            floors.append(loop.run())
+            self._synchronize()
             begin = time.perf_counter()
             for _ in range(CALLS):
                 call()
             found.append((time.perf_counter() - begin) / CALLS / calls * 1e6)
             self._synchronize()
-        self.rows[row] = {"least": min(found), "median": statistics.median(found), "floor": floor, **self.origin}
+        self.put(row, found, floors, **self.origin)
+
+    def put(self, row: str, found: list[float], floors: list[float], **origin: Any) -> None:
+        """Keep the figures of a row."""
+        ratio = statistics.median(one / other for one, other in zip(found, floors, strict=True))
+        figures = {"least": min(found), "median": statistics.median(found), "floor": statistics.median(floors)}
+        self.rows[row] = {**figures, "ratio": ratio, **origin}
+
+
+class CLoop:
+    """Launches of the last kernel once more by a loop in C, with its grid, attributes and parameters."""
+
+    def __init__(self, runtime: Any) -> None:
+        from cubin_runtime.launch.plan import launch_config
+
+        folder = Path(tempfile.mkdtemp())
+        (folder / "loop.c").write_text(LOOP)
+        include = os.environ.get("CUDA_HOME", "/usr/local/cuda") + "/include"
+        library = folder / "loop.so"
+        command = ["cc", "-O2", "-shared", "-fPIC", f"-I{include}", str(folder / "loop.c"), "-o", str(library)]
+        subprocess.run(command, check=True)
+        ctypes.CDLL("libcuda.so.1", mode=ctypes.RTLD_GLOBAL)
+        self._loop = ctypes.CDLL(str(library)).loop
+        self._loop.restype, self._loop.argtypes = ctypes.c_double, [ctypes.c_void_p] * 3 + [ctypes.c_int]
+        (launch, parameters, _) = runtime.driver.history(runtime.driver.current_context())._ring[-1]
+        plan = launch.plan
+        config = launch_config(plan.grid, plan.block, plan.shared_bytes, plan.attributes)
+        size, alignment = plan.layout.size, plan.layout.alignment
+        memory = ctypes.create_string_buffer(size + alignment)
+        start = -ctypes.addressof(memory) % alignment + ctypes.addressof(memory)
+        ctypes.memmove(start, parameters, size)
+        arguments = (ctypes.c_void_p * 1)(start)
+        self._kept = config, memory, arguments
+        self._arguments = ctypes.addressof(config), launch.function, ctypes.addressof(arguments)
+
+    def run(self) -> float:
+        """Microseconds of a launch."""
+        return float(self._loop(*self._arguments, CALLS))
 
 
 def measure(*, peers: bool) -> Figures:  # noqa: PLR0915
@@ -132,6 +171,7 @@ def measure(*, peers: bool) -> Figures:  # noqa: PLR0915
     from cubin_runtime.attention import default_runtime, mla_decode, paged_decode, plan_mla_decode, plan_paged_decode
     from cubin_runtime.compat import flashinfer
 
+    torch.set_grad_enabled(False)
     runtime = default_runtime()
     table = Table(torch.cuda.synchronize)
     on: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
@@ -146,7 +186,7 @@ def measure(*, peers: bool) -> Figures:  # noqa: PLR0915
     plan = plan_paged_decode(q, k, v, pages, lens, out, max_seq_len=256)
     plan.run(q, k, v, pages, lens, out)
     torch.cuda.synchronize()
-    floor = _c_loop(runtime, 0)
+    floor = CLoop(runtime)
     table.add("torch x.add_(1)", lambda: lens.add_(0), floor)
     table.origin = origin_of(plan)
     table.add("plan.run, same tensors", lambda: plan.run(q, k, v, pages, lens, out), floor)
@@ -181,7 +221,7 @@ def measure(*, peers: bool) -> Figures:  # noqa: PLR0915
     mla = plan_mla_decode(lq, latent, pages, lens, lout, max_seq_len=256, softmax_scale=0.1)
     mla.run(lq, latent, pages, lens, lout)
     torch.cuda.synchronize()
-    mla_floor = _c_loop(runtime, 0)
+    mla_floor = CLoop(runtime)
     table.origin = origin_of(mla)
     table.add("MLA plan.run", lambda: mla.run(lq, latent, pages, lens, lout), mla_floor)
     mla_options = {"max_seq_len": 256, "softmax_scale": 0.1, "out": lout}
@@ -206,12 +246,14 @@ def measure(*, peers: bool) -> Figures:  # noqa: PLR0915
         "a new batch size: plan and first call": lambda *tensors, out: paged_decode(*tensors, max_seq_len=256, out=out),
     }
     for row, call in new_batch.items():
-        found = []
+        found, floors = [], []
         for *tensors, made in batches:
+            floors.append(floor.run())
+            torch.cuda.synchronize()
             begin = time.perf_counter()
             call(*tensors, out=made)
             found.append((time.perf_counter() - begin) * 1e6)
-        table.rows[row] = {"least": min(found), "median": statistics.median(found), "floor": floor}
+        table.put(row, found, floors)
     if peers:
         _peers(table, (q, k, v, pages, lens, out), (lq, latent, lout), floor, mla_floor)
     return table.rows
@@ -253,13 +295,13 @@ def _prompts(table: Table, runtime: Any) -> None:
     table.origin = origin_of(plan_context_attention(q[:128], k, v, **given, out=out[:128]))
     layer(0, 128)
     torch.cuda.synchronize()
-    floor = _c_loop(runtime, 0)
+    floor = CLoop(runtime)
     one = partial(context_attention, q[:128], k, v, **options, out=out[:128])
     table.add("context_attention(out=out)", one, floor)
     table.add(f"context_attention(out=out), a layer of {LAYERS} in a step of new sizes", step, floor, calls=LAYERS)
 
 
-def _compiled(table: Table, tensors: tuple[Any, ...], floor: float) -> None:
+def _compiled(table: Table, tensors: tuple[Any, ...], floor: CLoop) -> None:
     """What one more op costs a compiled function, whose call costs tens of microseconds with no op of ours in it."""
     import torch
 
@@ -277,11 +319,11 @@ def _compiled(table: Table, tensors: tuple[Any, ...], floor: float) -> None:
     for layers, row in rows.items():
         table.add(row, partial(traced(layers), *tensors), floor)
     one, nine = (table.rows[rows[layers]] for layers in (1, 9))
-    found = {figure: (nine[figure] - one[figure]) / 8 for figure in ("least", "median")}
-    table.rows["torch.compile, one more paged_decode()"] = {**found, "floor": floor, **table.origin}
+    found = {figure: (nine[figure] - one[figure]) / 8 for figure in ("least", "median", "ratio")}
+    table.rows["torch.compile, one more paged_decode()"] = {**found, "floor": nine["floor"], **table.origin}
 
 
-def _peers(table: Table, decode: tuple[Any, ...], mla: tuple[Any, ...], floor: float, mla_floor: float) -> None:
+def _peers(table: Table, decode: tuple[Any, ...], mla: tuple[Any, ...], floor: CLoop, mla_floor: CLoop) -> None:
     """FlashInfer's own functions on the same tensors."""
     sys.path.insert(0, str(Path(__file__).parent))
     import torch
@@ -304,36 +346,6 @@ def _peers(table: Table, decode: tuple[Any, ...], mla: tuple[Any, ...], floor: f
     wrapper.plan(indptr, indptr, pages[:, 0].contiguous(), ones, 16, 512, 64, 64, False, 0.1, q.dtype, q.dtype)
     parts = (lq[..., :512].contiguous(), lq[..., 512:].contiguous(), latent[..., :512], latent[..., 512:])
     table.add("FlashInfer BatchMLAPagedAttentionWrapper.run", lambda: wrapper.run(*parts, out=lout), mla_floor)
-
-
-def _c_loop(runtime: Any, stream: int) -> float:
-    """Microseconds of a launch in C: the last launch once more, with its kernel, grid, attributes and parameters."""
-    from cubin_runtime.launch.plan import launch_config
-
-    folder = Path(tempfile.mkdtemp())
-    (folder / "loop.c").write_text(LOOP)
-    include = os.environ.get("CUDA_HOME", "/usr/local/cuda") + "/include"
-    library = folder / "loop.so"
-    command = ["cc", "-O2", "-shared", "-fPIC", f"-I{include}", str(folder / "loop.c"), "-o", str(library)]
-    subprocess.run(command, check=True)
-    ctypes.CDLL("libcuda.so.1", mode=ctypes.RTLD_GLOBAL)
-    loop = ctypes.CDLL(str(library)).loop
-    loop.restype, loop.argtypes = ctypes.c_double, [ctypes.c_void_p] * 3 + [ctypes.c_int]
-    (launch, parameters, _) = runtime.driver.history(runtime.driver.current_context())._ring[-1]
-    plan = launch.plan
-    config = launch_config(plan.grid, plan.block, plan.shared_bytes, plan.attributes)
-    config.stream = stream
-    size, alignment = plan.layout.size, plan.layout.alignment
-    memory = ctypes.create_string_buffer(size + alignment)
-    start = -ctypes.addressof(memory) % alignment + ctypes.addressof(memory)
-    ctypes.memmove(start, parameters, size)
-    arguments = (ctypes.c_void_p * 1)(start)
-    given = (ctypes.addressof(config), launch.function, ctypes.addressof(arguments))
-    found = []
-    for _ in range(REPEATS + 5):
-        found.append(loop(*given, CALLS))
-        runtime.driver.synchronize(stream)
-    return min(found)
 
 
 if __name__ == "__main__":

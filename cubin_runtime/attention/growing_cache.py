@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ..dtypes import ITEM_BYTES
 from ..launch.tensormap import TensorMapSpec
 from ..tensor import TensorView, view_of
-from .fast_path.guards import form_guard, is_plain
+from .fast_path.guards import form_test, is_plain
 from .fast_path.operator_function import is_compiling, is_suspended
 from .hook import installed
 from .operators.paged_decode import PAGED_DECODE, PagedDecodeOptions, plan_paged_decode
@@ -191,21 +191,21 @@ def _new_form(runtime: Runtime, options: tuple[float | None, int, int], tensors:
     heads, head_dim = q.shape[2:]
     if not has_decode_kernel(heads, k.shape[2], head_dim, head_dim) or type(options[0]) not in (float, type(None)):
         return None
-    alike = _guard_of(tensors)
+    alike = _test_of(tensors)
     if alike is None:
         return None
     form = GrowingForm(runtime, options, tensors, alike)
     return form if form.served else None
 
 
-def _guard_of(tensors: Sequence[Any]) -> Callable[..., bool] | None:
-    """torch's guard of the tensors' forms, of any strides and lengths of the caches; None where it cannot be had."""
+def _test_of(tensors: Sequence[Any]) -> Callable[..., bool] | None:
+    """The test of the tensors' forms, with any strides and lengths of the caches; None where it cannot be had."""
     sizes = [list(tensor.shape) for tensor in tensors]
     strides = [list(tensor.stride()) for tensor in tensors]
     for cache in (1, 2):
         sizes[cache][1] = None
         strides[cache] = [None] * 4
-    return form_guard(tensors, sizes, strides)
+    return form_test(tensors, sizes, strides)
 
 
 def _check(views: Mapping[str, TensorView], window_left: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import weakref
 from collections.abc import Callable, Sequence
@@ -29,6 +30,58 @@ pytestmark = pytest.mark.skipif(
 NAMES = ("out", "batch", "scale")
 STREAM, PLACE, LEGACY_PLACE = 0x5007, (0x200, 16), (0x100, 16)
 IN_PYTHON = "in Python"
+DIMS = accelerator.MAX_DIMS
+
+
+class DLTensor(ctypes.Structure):
+    """A tensor as DLPack describes it."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int),
+        ("device", ctypes.c_int),
+        ("dims", ctypes.c_int),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("offset", ctypes.c_uint64),
+    )
+
+
+class ExchangeApi(ctypes.Structure):
+    """DLPack's C exchange API, of which ``read`` alone is called."""
+
+    _fields_ = (
+        ("major", ctypes.c_uint32),
+        ("minor", ctypes.c_uint32),
+        ("others", ctypes.c_void_p * 4),
+        ("read", ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.POINTER(DLTensor))),
+        ("stream", ctypes.c_void_p),
+    )
+
+
+SIZES = (ctypes.c_int64 * 1)(), (ctypes.c_int64 * 1)(1)
+
+
+@ExchangeApi._fields_[3][1]
+def read(number: int, tensor: Any) -> int:
+    """Read a number as a tensor of bytes at that address; odd ones cannot be read."""
+    SIZES[0][0] = number
+    tensor[0] = DLTensor(number - 4 if number else 0, 2, 0, 1, 1, 8, 1, *SIZES, 4 if number else 0)
+    return -1 if number % 2 else 0
+
+
+def capsule_of(api: ExchangeApi) -> Any:
+    new = ctypes.pythonapi.PyCapsule_New
+    new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+    return new(ctypes.addressof(api), b"dlpack_exchange_api", None)
+
+
+API = ExchangeApi(1, 3, (ctypes.c_void_p * 4)(), read)
+EXCHANGE = capsule_of(API)
+FORM = accelerator.FORM.pack(id(int), 2, 0, 1, 1, 8, 1, -1, *[0] * (DIMS - 1), 1, *[0] * (DIMS - 1))
 ADDRESS, PRODUCT = 0, 1
 
 
@@ -68,8 +121,7 @@ class Surroundings:
             "names": accelerator.NAMES,
             "unfit": NOT_WRITTEN,
             "tests": (),
-            "forms": (lambda: self.mode, self.levels, lambda *given: not any(tensor % 2 for tensor in given)),
-            "data_ptr": int,
+            "forms": (EXCHANGE, lambda: self.mode, self.levels, bool, None),
             "tensors": tuple((slot, True, False, 15, 0) for slot in tensors),
             "result": None,
             "stream": (lambda device: self.stream + device, 0),
@@ -102,7 +154,7 @@ GROUPS = {  # options that come together
     "scratch": ("held", "own", "in"),
     "bound": ("halts", "claim"),
     "made": ("make", "made_of", "made_counts"),
-    "by_size": ("by_size", "sizes", "size_of"),
+    "by_size": ("by_size", "sizes"),
 }
 
 
@@ -114,6 +166,7 @@ def encoded(options: dict[str, Any]) -> dict[str, Any]:
     tests = [(kind, slot, id(expected), low, high) for kind, slot, expected, low, high in options["tests"]]
     options["known"] = tuple(row[2] for row in options["tests"])
     options["tests"] = accelerator.packed(accelerator.TEST, tests)
+    options["forms"] = (*options["forms"][:-1], FORM * len(options["tensors"]))
     options["tensors"] = accelerator.packed(accelerator.ROW, options["tensors"])
     if "sizes" in options:
         options["sizes"] = accelerator.packed(accelerator.SIZE, options["sizes"])
@@ -198,6 +251,34 @@ def test_tensors_unlike_the_known_ones_are_refused(
     around.levels.clear()
     assert own.call(16) is MISS, "nothing is known of tangents"
     assert len(sent(standin)) == 1
+
+
+@pytest.mark.parametrize("field", range(7 + 2 * DIMS))
+def test_every_part_of_a_form_is_compared(field: int) -> None:
+    module: Any = accelerator.accelerator()
+    form = list(accelerator.FORM.unpack(module.form(EXCHANGE, 16)))
+    assert form == list(accelerator.FORM.unpack(FORM))[:7] + [16] + [0] * (DIMS - 1) + [1] + [0] * (DIMS - 1)
+    assert module.alike(EXCHANGE, bool, accelerator.FORM.pack(*form))(16)
+    form[field] = id(float) if field == 0 else form[field] + 1
+    is_of_a_dimension = field < 7 or field in (7, 7 + DIMS)
+    assert module.alike(EXCHANGE, bool, accelerator.FORM.pack(*form))(16) is not is_of_a_dimension
+
+
+def test_forms_that_cannot_be_read_are_refused(prepare: Prepare, around: Surroundings) -> None:
+    module: Any = accelerator.accelerator()
+    alike = module.alike(EXCHANGE, bool, FORM * 2)
+    assert alike(16, 32)
+    assert not any(alike(*others) for others in [(16,), (16, 32, 48), (16, 33), (16, 32.0)])
+    later = ExchangeApi(2, 0, (ctypes.c_void_p * 4)(), read)
+    with pytest.raises(ValueError, match=r"DLPack 2\.0, expected 1"):
+        module.form(capsule_of(later), 16)
+    with pytest.raises(ValueError, match="2 forms of 1 tensors"):
+        module.Walk(
+            senders={},
+            writes=(),
+            failed=None,
+            **{**encoded(around.options(1, (0,))), "forms": (EXCHANGE, bool, {}, bool, FORM * 2)},
+        )
 
 
 TESTS: list[tuple[tuple[Any, ...], list[Any], list[Any]]] = [
@@ -335,8 +416,7 @@ def test_sizes_choose_the_launches(prepare: Prepare, standin: StandIn, around: S
     large.know(STREAM, PLACE, values=(None, None, 2.0))
     sizes = ((0, 1), (1, 0), (2, 5))  # an argument, of a tensor, a constant
     walks = {(3, 16, 5): small.walk, (4, 16, 5): large.walk}
-    by_size = (walks, sizes, lambda tensor, dimension: tensor + dimension)
-    own = Sender(prepare(), around, {}, slots=3, by_size=by_size)
+    own = Sender(prepare(), around, {}, slots=3, by_size=(walks, sizes))
     assert [own.call(16, size, 6) for size in (3, 4, 5)] == [None, None, IN_PYTHON]
     assert own.call(32, 3, 6) == IN_PYTHON
     assert own.call(16, 3, 10) == IN_PYTHON, "its plan has another bound"
@@ -426,18 +506,18 @@ def test_a_launch_refused_behind_others_raises_and_none_is_sent_again(
     assert [batch for _, _, batch, _ in sent(standin)] == [7, 8, 8, 8]
 
 
-@pytest.mark.parametrize("part", ["forms", "data_ptr", "stream", "scratch"])
+@pytest.mark.parametrize("part", ["modes", "grad mode", "stream", "scratch"])
 def test_errors_of_what_it_calls_come_out(prepare: Prepare, around: Surroundings, part: str) -> None:
     broken: Any = lambda *_: 1 // 0  # noqa: E731
     broken_scratch = {STREAM: Workspace(PLACE)}
     broken_scratch[STREAM].claimed = around.held[STREAM].claimed._replace(same_stream=broken)
-    parts = {
-        "forms": (broken, {}, broken),
-        "data_ptr": broken,
-        "stream": (broken, 0),
-        "scratch": (broken_scratch, LEGACY, CONTEXT),
+    options: dict[str, dict[str, Any]] = {
+        "modes": {"forms": (EXCHANGE, broken, around.levels, bool, None)},
+        "grad mode": {"forms": (EXCHANGE, bool, around.levels, broken, None)},
+        "stream": {"stream": (broken, 0)},
+        "scratch": {"scratch": (broken_scratch, LEGACY, CONTEXT)},
     }
-    own = Sender(prepare(), around, {0: address(0)}, slots=1, **{part: parts[part]})
+    own = Sender(prepare(), around, {0: address(0)}, slots=1, **options[part])
     with pytest.raises(ZeroDivisionError):
         own.call(16)
 
@@ -451,7 +531,7 @@ def walk_of(sizes: Sequence[Size] | None = None, **changes: Any) -> Any:
         "makes": (),
         "result": None,
     }
-    forms: Any = SimpleNamespace(accelerated=(lambda: 0, (), lambda *_: True))
+    forms: Any = SimpleNamespace(accelerated=(EXCHANGE, bool, {}, bool, None))
     table = CallTable(forms=forms, compared=(), **{**rows, **changes})
     place = BoundPlace(0, EagerClaim(None), [])
     return accelerated_walk(walk_options(table, 2, place, (), sizes), place, by_size=None if sizes is None else {})
@@ -560,7 +640,7 @@ def test_a_walk_in_a_cycle_is_collected(prepare: Prepare, around: Surroundings) 
         own: Sender
 
     holder = Holder()
-    holder.own = Sender(prepare(), around, {0: address(0)}, slots=1, data_ptr=lambda tensor, holder=holder: int(tensor))
+    holder.own = Sender(prepare(), around, {0: address(0)}, slots=1, stream=(lambda device, holder=holder: STREAM, 0))
     holder.own.know(STREAM, PLACE)
     assert holder.own.call(16) is None
     gone = weakref.ref(holder)

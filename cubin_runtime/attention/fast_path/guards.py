@@ -9,7 +9,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from ...errors import CubinRuntimeError
-from ...launch.accelerator import accelerator
+from ...launch.accelerator import FORM, MAX_DIMS, accelerator, packed
 from ...tensor import TensorView, view_of
 
 LEVEL = "_current_level"  # a tensor has a tangent in that of torch.autograd.forward_ad alone
@@ -78,21 +78,28 @@ class KnownForms:
         rest = [n for n, item in enumerate(tensors) if type(item.tensor) is not TensorView and pairs[n] == (n, n)]
         self._rest, self._without_grad = rest, any(tensors[number].tensor.requires_grad for number in rest)
         self._check: Callable[..., bool] | None = None
+        self._rows: bytes | None = None
         if rest:
             torch = sys.modules["torch"]
             self._modes, self._levels = torch._C._len_torch_dispatch_stack, _levels()
             of_any = [tensors[number].name in sized for number in rest]
-            self._check = torch_guard([tensors[number].tensor for number in rest], of_any)
+            examples = [tensors[number].tensor for number in rest]
+            sizes, strides = _sizes_and_strides(examples, of_any)
+            self._rows = _form_rows(examples, sizes, strides)
+            self._check = _test_by(self._rows) or _guard_of(examples, sizes, strides)
             if self._check is None:
                 self._each = [_torch_test(tensors[number], of) for number, of in zip(rest, of_any, strict=True)]
 
     @property
-    def accelerated(self) -> tuple[Callable[[], object], dict[str, Any], Callable[..., bool] | None] | None:
-        """The same test for C: whether any mode intercepts calls, the names of torch's module of derivatives, and
-        the guard of all tensors, which is None where there are no tensors; None: Python is to test them."""
-        if self._same or self._views or self._without_grad or (self._rest and self._check is None):
+    def accelerated(self) -> tuple[Any, Any, Any, Any, bytes | None] | None:
+        """The same test for C: DLPack's exchange API, whether any mode intercepts calls, the names of torch's module of
+        derivatives, whether gradients are recorded, and the forms of all tensors, None where there are none; None:
+        Python is to test them."""
+        if self._same or self._views or (self._rest and self._rows is None):
             return None
-        return (self._modes, self._levels, self._check) if self._rest else (bool, {}, None)
+        if not self._rest:
+            return exchange_api(), bool, {}, bool, None
+        return exchange_api(), self._modes, self._levels, sys.modules["torch"].is_grad_enabled, self._rows
 
     def are_of(self, tensors: Sequence[Any]) -> bool:
         """Return whether tensors have these forms."""
@@ -144,49 +151,80 @@ def _torch_test(item: GuardedTensor, any_size: bool) -> Callable[[Any], bool]:
     return test
 
 
-def torch_guard(tensors: Sequence[Any], sized: Sequence[bool]) -> Callable[..., bool] | None:
-    """torch's guard of the forms of ``tensors``, which tests them all in one call of C; None where it cannot be had.
-
-    Tensors of other classes than torch's own fail it. The first dimension of those that are ``sized`` may be any.
-    DLPack's exchange API reads faster, but shows neither lazily negated tensors nor those that require grad.
-    """
-    return _guard(tensors, sized) if _guards_work() else None
-
-
-def form_guard(
+def form_test(
     tensors: Sequence[Any], sizes: Sequence[Sequence[int | None]], strides: Sequence[Sequence[int | None]]
 ) -> Callable[..., bool] | None:
-    """As ``torch_guard``; a size or stride that is None may be any."""
-    return _guard_of(tensors, sizes, strides) if _guards_work() else None
+    """A function that tests whether tensors are of the forms of ``tensors``, all in one call of C: the accelerator's or
+    torch's guard; None where neither can be had. A size or stride that is None may be any.
+
+    Tensors of other classes than torch's own fail it, and those that are negated lazily or, in grad mode, require grad.
+    """
+    return _test_by(_form_rows(tensors, sizes, strides)) or _guard_of(tensors, sizes, strides)
 
 
-def _guard(tensors: Sequence[Any], sized: Sequence[bool]) -> Callable[..., bool]:
-    sizes = [[None] * of_any + list(tensor.size())[of_any:] for tensor, of_any in zip(tensors, sized, strict=True)]
-    return _guard_of(tensors, sizes, [list(tensor.stride()) for tensor in tensors])
+def exchange_api() -> Any:
+    """DLPack's C exchange API of torch's tensors, which torch has from 2.10 on; None: there is none."""
+    torch = sys.modules.get("torch")
+    return None if torch is None else getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+
+
+def _form_rows(
+    tensors: Sequence[Any], sizes: Sequence[Sequence[int | None]], strides: Sequence[Sequence[int | None]]
+) -> bytes | None:
+    """The forms of tensors as the accelerator reads them; None: there is none, or it cannot read these."""
+    module, exchange = accelerator(), exchange_api()
+    if module is None or exchange is None or any(len(dims) > MAX_DIMS for dims in sizes):
+        return None
+    rows = []
+    for tensor, *dims in zip(tensors, sizes, strides, strict=True):
+        values = list(FORM.unpack(module.form(exchange, tensor)))
+        for first, of_tensor in zip((-2 * MAX_DIMS, -MAX_DIMS), dims, strict=True):
+            for number, value in enumerate(of_tensor):
+                values[first + number] = -1 if value is None else value
+        rows.append(values)
+    return packed(FORM, rows)
+
+
+def _test_by(rows: bytes | None) -> Callable[..., bool] | None:
+    """The accelerator's test of forms, if there are any."""
+    if rows is None:
+        return None
+    module: Any = accelerator()
+    return module.alike(exchange_api(), sys.modules["torch"].is_grad_enabled, rows)  # type: ignore[no-any-return]
+
+
+def _sizes_and_strides(tensors: Sequence[Any], of_any: Sequence[bool]) -> tuple[list[Any], list[Any]]:
+    """The sizes of tensors, of which some may have any first one, and their strides."""
+    sizes = [
+        [None] * any_size + list(tensor.size())[any_size:] for tensor, any_size in zip(tensors, of_any, strict=True)
+    ]
+    return sizes, [list(tensor.stride()) for tensor in tensors]
 
 
 def _guard_of(
     tensors: Sequence[Any], sizes: Sequence[Sequence[int | None]], strides: Sequence[Sequence[int | None]]
+) -> Callable[..., bool] | None:
+    """torch's guard of the forms; None where it cannot be had."""
+    return _new_guard(tensors, sizes, strides) if _guards_work() else None
+
+
+def _new_guard(
+    tensors: Sequence[Any], sizes: Sequence[Sequence[int | None]], strides: Sequence[Sequence[int | None]]
 ) -> Callable[..., bool]:
+    """torch's guard, but False for what it would throw for: other classes than torch's own, and nested tensors."""
     from torch._C._dynamo.guards import TensorGuards
 
     dynamic: dict[str, Any] = {"dynamic_dims_sizes": sizes, "dynamic_dims_strides": strides}
     check: Callable[..., bool] = TensorGuards(*tensors, **dynamic).check
-    module = accelerator()
-    return _of_plain_alone(check) if module is None else module.guard(check)
-
-
-_nested = attrgetter("is_nested")
-
-
-def _of_plain_alone(check: Callable[..., bool]) -> Callable[..., bool]:
-    """The guard, but False for what it would throw for: other classes than torch's own, and nested tensors."""
     plain = frozenset(_plain_classes())
 
     def guard(*others: Any) -> bool:
         return plain.issuperset(map(type, others)) and not any(map(_nested, others)) and check(*others)
 
     return guard
+
+
+_nested = attrgetter("is_nested")
 
 
 @cache
@@ -196,7 +234,7 @@ def _guards_work() -> bool:
     try:
         empty = torch.empty
         examples = empty(4, 8, dtype=torch.float16), empty(2, dtype=torch.int32)
-        check, of_any = _guard(examples, (False, False)), _guard(examples, (True, False))
+        check, of_any = (_new_guard(examples, *_sizes_and_strides(examples, (first, False))) for first in (False, True))
         shorter, viewed, turned = (empty(4, 8, dtype=torch.float16) for _ in range(3))
         shorter.data = shorter.data[:2]
         viewed.data = viewed.data.view(torch.bfloat16)
@@ -210,20 +248,3 @@ def _guards_work() -> bool:
         return bool(same) and differ and not any(of_any(other, examples[1]) for other in others_of_any)
     except Exception:  # whatever a later torch does to names that are its own
         return False
-
-
-@cache
-def address_function() -> int:
-    """The address of torch's C function that reads the address of a tensor, which is not public; 0: there is none."""
-    import ctypes
-
-    import torch
-
-    try:
-        from torch._C._dynamo.guards import _torchinductor_pyobject_tensor_data_ptr as function
-
-        example = torch.empty(4, device="cpu")[1:]
-        reads = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object)(function)(example) == example.data_ptr()
-    except Exception:  # whatever a later torch does to names that are its own
-        return 0
-    return int(function) if reads else 0

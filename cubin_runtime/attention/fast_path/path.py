@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Hashable, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -12,7 +11,6 @@ from ...launch.accelerator import MAX_FACTORS, NAMES, ROW, SIZE, SOURCE, TEST, a
 from ...launch.prepared import OtherContextError, PreparedLaunches
 from ...launch.senders import NOT_WRITTEN, Senders, senders_of
 from ...launch.streams import stream_handle
-from .guards import address_function
 from .notes import Launched
 from .table import (
     Address,
@@ -312,13 +310,12 @@ def accelerated_walk(
     module = accelerator()
     if module is None or options is None or (senders is not None and not senders.accelerated):
         return None
-    sized = {} if by_size is None else {"by_size": by_size, "size_of": sys.modules["torch"].Tensor.size}
     return module.Walk(
         failed=None if prepared is None else prepared.failed,
         senders={} if senders is None else senders.by_key,
         **options,
         **_place_options(place),
-        **sized,
+        **({} if by_size is None else {"by_size": by_size}),
     )
 
 
@@ -335,7 +332,7 @@ def walk_options(
     ``place`` is one of those, all of which have their stream and workspace in the same slots.
     """
     module, forms = accelerator(), table.forms.accelerated
-    if module is None or forms is None or not _is_simple(table, place):
+    if module is None or forms is None or not _is_simple(table, place) or (table.makes and forms[0] is None):
         return None
     keyed = sum(row.keyed for row in table.tensors)
     products = (source for source in table.values if type(source) is Product)
@@ -363,8 +360,6 @@ def walk_options(
         "tensors": packed(ROW, tensors),
         "writes": tuple(packed(SOURCE, [_write(table.values[number]) for number in places]) for places in writes),
         "forms": forms,
-        "data_ptr": sys.modules["torch"].Tensor.data_ptr if table.tensors else None,
-        "address_of": address_function() if table.tensors else 0,
         "unfit": NOT_WRITTEN,
         "result": table.result,
         "stream_slot": -1 if place.stream_slot is None else place.stream_slot,
