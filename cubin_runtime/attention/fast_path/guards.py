@@ -163,7 +163,7 @@ def form_test(
 
 
 def exchange_api() -> Any:
-    """DLPack's C exchange API of torch's tensors, which torch has from 2.10 on; None: there is none."""
+    """DLPack's C exchange API of torch's tensors, which torch 2.11 has; None: there is none."""
     torch = sys.modules.get("torch")
     return None if torch is None else getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 

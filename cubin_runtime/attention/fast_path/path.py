@@ -86,12 +86,12 @@ class PlaceFinder:
             return None
         if scratch is None:
             return Place(handle)
-        own = self.workspace_slot is None
-        workspace = scratch.workspace_on(handle) if own else slots[self.workspace_slot]  # type: ignore[index]
-        if workspace is None or (own and workspace.context != self.context):
+        of_plan = self.workspace_slot is None
+        workspace = scratch.workspace_on(handle) if of_plan else slots[self.workspace_slot]  # type: ignore[index]
+        if workspace is None or (of_plan and workspace.context != self.context):
             return None
         try:
-            return Place(handle, None if own else workspace, workspace.claim(handle))
+            return Place(handle, None if of_plan else workspace, workspace.claim(handle))
         except CubinRuntimeError:
             return None
 
