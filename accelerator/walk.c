@@ -7,10 +7,10 @@
 #include <string.h>
 
 enum { BUCKETS = 256 };
-enum { EQUAL, OF_TYPE, INTEGER, SCALE, SEQUENCE, WORKSPACE };  // `Kind` of table.py
+enum { EQUAL, OF_TYPE, INTEGER, SCALE, SEQUENCE };  // `Kind` of table.py
 enum { ADDRESS, PRODUCT };
 enum { SLOT, TENSOR, CONSTANT };  // kinds of sizes, as in path.py
-enum { LEVEL, OF_LEGACY, OWNER, CONTEXT, CLAIMED };  // `NAMES` of launch/accelerator.py
+enum { LEVEL, OF_LEGACY, OWNER, CLAIMED };  // `NAMES` of launch/accelerator.py
 
 #define SCALE_LIMIT 0x1p127
 
@@ -69,7 +69,8 @@ struct Walk {
   PyObject *unfit;                 // the errors of a value that does not fit its field
   PyObject *result;                // None, a slot, or a tuple of slots
   PyObject *current, *device;      // NULL: the stream is not part of the key
-  PyObject *held, *own, *in;       // workspaces by stream, the legacy one's key, their context; NULL: it has none
+  PyObject *held, *own;            // workspaces by stream, and the key of the legacy one; NULL: it has none
+  PyObject *in;                    // the context of workspaces; NULL: it has none
   PyObject *make, *made_of;        // NULL: no tensor is made
   PyObject *halts;                 // of a bound step, else NULL
   PyObject *claim;                 // of the bound step, or the last that was found in `held`
@@ -136,19 +137,7 @@ static int unpack(PyObject *value, const Test *test, Call *call) {
   return 1;
 }
 
-// The type and the context of a workspace are `known`; None: of any context.
-static int is_workspace(const Walk *self, PyObject *value, const Test *test) {
-  if ((PyObject *)Py_TYPE(value) != PyTuple_GetItem(test->known, 0)) return 0;
-  PyObject *known = PyTuple_GetItem(test->known, 1);
-  if (known == Py_None) return 1;
-  PyObject *context = PyObject_GetAttr(value, name_of(self, CONTEXT));
-  if (context == NULL) return FAILED;
-  int is_known = PyObject_RichCompareBool(context, known, Py_EQ);
-  Py_DECREF(context);
-  return is_known;
-}
-
-static int holds(const Walk *self, const Test *test, Call *call) {
+static int holds(const Test *test, Call *call) {
   PyObject *value = call->slots[test->slot];
   switch (test->kind) {
     case EQUAL:
@@ -159,8 +148,6 @@ static int holds(const Walk *self, const Test *test, Call *call) {
       return is_within(value, test);
     case SCALE:
       return is_scale(value);
-    case WORKSPACE:
-      return is_workspace(self, value, test);
     default:
       return unpack(value, test, call);
   }
@@ -168,7 +155,7 @@ static int holds(const Walk *self, const Test *test, Call *call) {
 
 static int test_arguments(const Walk *self, Call *call) {
   for (int i = 0; i < self->tests; i++) {
-    int held = holds(self, &self->test[i], call);
+    int held = holds(&self->test[i], call);
     if (held != 1) return held < 0 ? FAILED : UNLIKE;
   }
   return SENT;
@@ -241,12 +228,11 @@ static int is_held(const Walk *self, PyObject *claim) {
   return held < 0 ? FAILED : held ? SENT : OTHERWISE;
 }
 
-// Whether a claim, (..., stream, context), is one of the call's stream, in the context of the walk's workspaces.
+// Whether a claim, (..., stream, context), is one of the call's stream, or of any, in the context of the walk.
 static int is_for(const Walk *self, PyObject *claim, PyObject *stream) {
   PyObject *of = PyTuple_GetItem(claim, 4), *context = PyTuple_GetItem(claim, 5);
   int is = of == Py_None ? 1 : PyObject_RichCompareBool(of, stream, Py_EQ);
-  if (is == 1 && self->in != NULL) is = PyObject_RichCompareBool(context, self->in, Py_EQ);
-  return is;
+  return is == 1 ? PyObject_RichCompareBool(context, self->in, Py_EQ) : is;
 }
 
 // What the workspace of the call's stream says that was claimed of it last: a new reference, to None if nothing was.
@@ -299,7 +285,7 @@ static int find_key(Walk *self, Call *call) {
   if (self->halts != NULL) return is_ready(self);
   if (self->stream_slot >= 0 && call->slots[self->stream_slot] != Py_None) return OTHERWISE;
   if (read_word(self->current, self->device, &call->key.stream) == FAILED) return FAILED;
-  return self->held == NULL && self->workspace_slot < 0 ? SENT : find_place(self, call);
+  return self->in == NULL ? SENT : find_place(self, call);
 }
 
 // The same key as Python's walk makes it: a tuple.

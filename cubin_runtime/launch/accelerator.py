@@ -9,7 +9,7 @@ from typing import Any
 
 _ABI = 7
 # The attributes that it reads, and the rows of its tables, as its C declares them.
-NAMES = ("_current_level", "of_legacy", "owner", "context", "claimed")
+NAMES = ("_current_level", "of_legacy", "owner", "claimed")
 MAX_FIELDS = 64
 MAX_FACTORS = 8
 MAX_DIMS = 6

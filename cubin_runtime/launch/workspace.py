@@ -402,7 +402,7 @@ class SemaphoreWorkspace:
     claimed: EagerClaim = field(default=EagerClaim(None), compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "claimed", EagerClaim((self.semaphores, self.scratch)))
+        object.__setattr__(self, "claimed", EagerClaim((self.semaphores, self.scratch), context=self.context))
         for name, (address, nbytes) in (("semaphores", self.semaphores), ("scratch", self.scratch)):
             if nbytes < 0 or address % 16:
                 raise WorkspaceError(f"{name} at {address:#x} of {nbytes} bytes: expected a multiple of 16")

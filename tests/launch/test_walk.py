@@ -395,14 +395,14 @@ def test_a_call_that_names_its_stream_is_left_to_python(prepare: Prepare, around
 
 
 def test_a_call_may_name_its_workspace(prepare: Prepare, standin: StandIn, around: Surroundings) -> None:
-    tests = ((Kind.WORKSPACE, 1, (Workspace, CONTEXT), 0, 0),)
-    own = Sender(prepare(), around, {0: address(0)}, tests=tests, scratch=None, workspace_slot=1)
+    tests = ((Kind.OF_TYPE, 1, Workspace, 0, 0),)
+    own = Sender(prepare(), around, {0: address(0)}, tests=tests, scratch=None, workspace_slot=1, **{"in": CONTEXT})
     own.know(STREAM, PLACE)
     of_any = Workspace(PLACE, stream=None)
-    of_any.claimed = EagerClaim(PLACE)
+    of_any.claimed = EagerClaim(PLACE, context=CONTEXT)
     assert own.call(16, Workspace(PLACE)) is None
     assert own.call(16, of_any) is None
-    assert own.call(16, Workspace(PLACE, context=0xD000)) is MISS
+    assert own.call(16, Workspace(PLACE, context=0xD000)) == IN_PYTHON
     assert own.call(16, None) is MISS
     around.stream = 7
     assert own.call(16, Workspace(PLACE)) == IN_PYTHON

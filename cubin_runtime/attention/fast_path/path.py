@@ -61,6 +61,7 @@ class PlaceFinder:
         self.device, self.scratch = launched.device, launched.scratch
         self.stream_slot, self.workspace_slot = stream, workspace
         self._memory, self.context = launched.memory, launched.context
+        self._claim: EagerClaim | None = None  # the last in the plan's own workspaces
         self.query = None if self._memory is None or of_views else self._memory.stream_query
 
     def current(self, first: Any) -> int:
@@ -86,14 +87,18 @@ class PlaceFinder:
             return None
         if scratch is None:
             return Place(handle)
-        of_plan = self.workspace_slot is None
-        workspace = scratch.workspace_on(handle) if of_plan else slots[self.workspace_slot]  # type: ignore[index]
-        if workspace is None or (of_plan and workspace.context != self.context):
+        if self.workspace_slot is not None:
+            workspace = slots[self.workspace_slot]
+            place = _claimed(workspace, handle)
+            return None if place is None else Place(handle, workspace, place)
+        claim = self._claim
+        if claim is not None and claim.stream == handle and claim.holds():
+            return Place(handle, None, claim.place)
+        workspace = scratch.workspace_on(handle)
+        if workspace is None or workspace.context != self.context:
             return None
-        try:
-            return Place(handle, None if of_plan else workspace, workspace.claim(handle))
-        except CubinRuntimeError:
-            return None
+        place, self._claim = _claimed(workspace, handle), workspace.claimed
+        return None if place is None else Place(handle, None, place)
 
     def regions(self, place: Place) -> Sequence[int]:
         """The addresses of the scratch's regions."""
@@ -111,6 +116,15 @@ class PlaceFinder:
             used = [tensor for tensor in tensors if hasattr(tensor, "record_stream")]
             if used:
                 record_use(stream, self.device, used)
+
+
+def _claimed(workspace: Any, handle: int) -> Hashable:
+    """What a stream claims of a workspace; None: nothing, and the full path says why."""
+    try:
+        place: Hashable = workspace.claim(handle)
+    except CubinRuntimeError:
+        return None
+    return place
 
 
 class BoundPlace:
@@ -349,14 +363,12 @@ def walk_options(
     if any(count > most for count, most in limits):
         return None
     _check_numbers(table, place, sizes or (), slots, tensor_count)
-    values = [(test.expected, test.low) if test.kind == Kind.WORKSPACE else test.expected for test in table.tests]
-    tests = [_test(test, value) for test, value in zip(table.tests, values, strict=True)]
     tensors = [(row.slot, row.address_of is not None, row.keyed, row.mask, row.rest) for row in table.tensors]
     return {
         "slots": arguments,
         "names": NAMES,
-        "known": tuple(values),
-        "tests": packed(TEST, tests),
+        "known": tuple(test.expected for test in table.tests),
+        "tests": packed(TEST, map(_test, table.tests)),
         "tensors": packed(ROW, tensors),
         "writes": tuple(packed(SOURCE, [_write(table.values[number]) for number in places]) for places in writes),
         "forms": forms,
@@ -374,8 +386,10 @@ def _place_options(place: PlaceFinder | BoundPlace) -> dict[str, Any]:
     if isinstance(place, BoundPlace):
         return {"halts": place.halts, "claim": place.claim}
     stream, scratch = {"current": place.query, "device": place.device}, place.scratch
-    if scratch is None or place.workspace_slot is not None:
+    if scratch is None:
         return stream
+    if place.workspace_slot is not None:
+        return {**stream, "in": place.context}
     return {**stream, "held": scratch.held, "own": scratch.default, "in": place.context}
 
 
@@ -412,10 +426,12 @@ def _check_numbers(
                 raise ValueError(f"a table of calls names {what} {number} of {count}")
 
 
-def _test(test: ArgumentTest, value: object) -> tuple[int, ...]:
-    """The row of a test; the walk holds the ``value`` that arguments are compared with, whose address it has."""
-    low, high = (0, 0) if test.kind == Kind.WORKSPACE else (test.low, test.high)
-    return test.kind, test.slot, id(value), low, high
+def _test(test: ArgumentTest) -> tuple[int, ...]:
+    """The row of a test; the walk holds what arguments are compared with, whose address it has. It finds the context of a
+    workspace in its claim."""
+    if test.kind == Kind.WORKSPACE:
+        return Kind.OF_TYPE, test.slot, id(test.expected), 0, 0
+    return test.kind, test.slot, id(test.expected), test.low, test.high
 
 
 def _made(row: Made) -> dict[str, Any]:
