@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
 
 from ..attention.operator_plan import OperatorPlan
 from ..attention.runtime import Runtime, default_runtime
 from ..launch.workspace import SemaphoreWorkspace, Workspace, scratch_sizes
+
+if TYPE_CHECKING:
+    from ..attention.memory import TensorMemory
+    from ..launch.driver import Driver
 
 
 class Limits(NamedTuple):
@@ -36,8 +40,10 @@ class SharedScratch:
     them, do not get it.
     """
 
-    def __init__(self, device: int, stream: int) -> None:
-        self._device, self._streams = device, [stream]
+    def __init__(self, device: int, memory: TensorMemory, driver: Driver) -> None:
+        """``memory`` and ``driver`` are those of the runtime that launches."""
+        self._device, self._memory, self._driver = device, memory, driver
+        self._streams = [memory.current_stream(device)]
         self._sizes = (0, 0)
         self._limits: Limits = Limits(0, 0, 0)
         self._workspaces: dict[int, SemaphoreWorkspace] = {}
@@ -69,11 +75,11 @@ class SharedScratch:
         limits = self._limits
         if requests > limits.requests or tokens > limits.tokens or keys > limits.keys:
             return None
-        return self._workspaces.get(default_runtime().memory.current_stream(self._device))
+        return self._workspaces.get(self._memory.current_stream(self._device))
 
     def _made_for(self, stream: int) -> SemaphoreWorkspace:
         # Of the driver, as an engine may discard what torch's allocator gives out while it loads a model.
-        driver, (semaphores, scratch) = default_runtime().driver, self._sizes
+        driver, (semaphores, scratch) = self._driver, self._sizes
         zeroed = -(-semaphores // 256) * 256
         memory = Workspace.allocate(driver, driver.primary_context(self._device), zeroed + scratch, stream)
         places = (memory.address, zeroed), (memory.address + zeroed, scratch)
@@ -88,7 +94,7 @@ def shared_scratch(device: int) -> SharedScratch:
     runtime = default_runtime()
     of_devices = _SHARED.setdefault(runtime, {})
     if device not in of_devices:
-        of_devices[device] = SharedScratch(device, runtime.memory.current_stream(device))
+        of_devices[device] = SharedScratch(device, runtime.memory, runtime.driver)
     return of_devices[device]
 
 

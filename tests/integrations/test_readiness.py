@@ -69,7 +69,7 @@ def test_prompts_over_e4m3_need_the_kernels_of_both_ways_and_no_memory_of_the_co
     assert operations == {"paged_decode", "cache_conversion", "context_attention"}
     dtypes = {str(launch.selection.kernel.traits.get("kv_dtype")) for plan in plans for launch in plan.launches}
     assert dtypes >= {"e4m3", "bf16"}
-    scratch = SharedScratch(0, 0)
+    scratch = SharedScratch(0, hopper.memory, hopper.driver)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scratch, "_made_for", lambda _: None)
         scratch.cover(plans, Limits(MOST, 4096, keys))

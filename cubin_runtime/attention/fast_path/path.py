@@ -427,8 +427,10 @@ def _check_numbers(
 
 
 def _test(test: ArgumentTest) -> tuple[int, ...]:
-    """The row of a test; the walk holds what arguments are compared with, whose address it has. It finds the context of a
-    workspace in its claim."""
+    """The row of a test; the walk holds what arguments are compared with, whose address it has.
+
+    It finds the context of a workspace in what was claimed of it.
+    """
     if test.kind == Kind.WORKSPACE:
         return Kind.OF_TYPE, test.slot, id(test.expected), 0, 0
     return test.kind, test.slot, id(test.expected), test.low, test.high
