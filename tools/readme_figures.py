@@ -211,9 +211,9 @@ def _call(results: Path) -> list[Sequence[str]]:
     report = _report(results, "host_cost")
     call = report["microseconds"]["plan.run, same tensors"]
     words = (
-        f"**{call['least']:.1f} us per planned call**",
-        f"host time of `plan.run` with torch tensors{_accelerated(report)}; a C loop that makes the same launch takes "
-        f"{call['floor']:.1f} us",
+        f"**{call['ratio']:.1f} times a loop in C**",
+        f"host time of a planned call, `plan.run` with torch tensors{_accelerated(report)}: {call['median']:.1f} us, "
+        f"beside {call['floor']:.1f} us of a C loop that makes the same launch",
         "[results](docs/results/host.md)",
     )
     return [words] if is_fresh(call, pinned(results)) else []

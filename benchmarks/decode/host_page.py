@@ -25,7 +25,7 @@ def _calls(report: Report) -> list[str]:
     rows: dict[str, Any] = report["microseconds"]
     calls = {name: row for name, row in rows.items() if not name.startswith(_PLANNING)}
     lines = [
-        (name.removeprefix("compat "), f"{row['least']:.1f} us", f"{row['floor']:.1f} us", f"{row['ratio']:.2f}")
+        (name.removeprefix("compat "), f"{row['median']:.1f} us", f"{row['floor']:.1f} us", f"{row['ratio']:.2f}")
         for name, row in calls.items()
     ]
     new = {name.removeprefix(_PLANNING).strip(" :,"): row for name, row in rows.items() if name not in calls}

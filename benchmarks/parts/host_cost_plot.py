@@ -31,7 +31,7 @@ def draw(report: Mapping[str, Any], image: Path) -> None:
     for place, (name, row) in enumerate(rows.items()):
         ratio = row["ratio"]
         axes.barh(place, ratio, height=0.68, color=_color(name), zorder=2)
-        words = f"{ratio:.2f}  ({row['least']:.1f} us)"
+        words = f"{ratio:.2f}  ({row['median']:.1f} us)"
         axes.annotate(words, (ratio, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=9)
     axes.set_yticks(range(len(rows)), [_wrapped(name.removeprefix("compat ")) for name in rows], fontsize=9)
     axes.invert_yaxis()
