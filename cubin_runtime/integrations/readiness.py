@@ -81,8 +81,8 @@ def warm_up(
         for count in range(1 + _SIZES * first, min(1 + _SIZES * (first + 1), rows - first + 1)):
             behind, query_sums = slice(first, first + count), sums[: count + 1]
             arguments = (table[behind], lengths[behind])
-            prompts = Part(0, count, *arguments, query_sums, 1, limits.keys)
-            steps = [(prompts, PagedBatch(None, prompts))]
+            prompts = [Part(0, count, *arguments, query_sums, 1, bound) for bound in limits.prompt_bounds]
+            steps = [(part, PagedBatch(None, part)) for part in prompts]
             if first == 0:
                 decodes = [Part(0, count, *arguments, None, 1, limits.keys)]
                 decodes += _with_drafts(*arguments, query_sums, rows, limits) if limits.decode_tokens > 1 else ()
@@ -160,7 +160,7 @@ def _plans(
                     yield plan_paged_decode(even, *arguments, even, q_cu_seq_lens=sums, max_q_len=tokens, **shared)
                     even = even.unflatten(0, (requests, tokens))
                 yield plan_paged_decode(even, *arguments, even, **shared)
-    prompts = {(*sizes, limits.keys) for sizes in limits.prompt_sizes}
+    prompts = {(*sizes, bound) for sizes in limits.prompt_sizes for bound in limits.prompt_bounds}
     if cache_dtype != q.dtype:  # converted before for some numbers of keys, by other kernels
         prompts |= {(limits.tokens, 1, 1 << power) for power in range(limits.keys.bit_length())}
     for tokens, requests, keys in sorted(prompts):

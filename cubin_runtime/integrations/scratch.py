@@ -15,6 +15,18 @@ if TYPE_CHECKING:
     from ..launch.driver import Driver
 
 
+_SHORT = 1024  # keys of requests that are prompts by themselves, which few parts of a launch share
+
+
+def prompt_bound(longest: int, bound: int) -> int:
+    """The bound on keys that prompts are launched for, of which the longest has so many; ``bound`` is the model's.
+
+    The fewer keys there may be, the fewer parts they are split into, which have to be merged. Two bounds are enough, as
+    each needs fast paths.
+    """
+    return min(bound, _SHORT) if longest <= _SHORT else bound
+
+
 class Limits(NamedTuple):
     """The most that a step of an engine has: requests, query tokens, keys of a request, tokens of one that decodes."""
 
@@ -30,6 +42,11 @@ class Limits(NamedTuple):
         The keys of a single token are split, with scratch for any number of parts.
         """
         return {(1, 1), (self.tokens, 1), (self.tokens, min(self.requests, self.tokens))}
+
+    @property
+    def prompt_bounds(self) -> set[int]:
+        """The bounds on keys that prompts are launched for."""
+        return {prompt_bound(0, self.keys), self.keys}
 
 
 class SharedScratch:

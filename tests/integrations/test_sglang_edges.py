@@ -86,6 +86,15 @@ def test_a_decode_is_bounded_by_the_model() -> None:
     assert planned(batch(ForwardMode.DECODE, [1], [35]), model_config=short).decodes.max_seq_len == 40
 
 
+def test_short_prompts_are_launched_for_few_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cubin_runtime.integrations.scratch._SHORT", 16)
+    for longest, bound in ((16, 16), (17, MAX_LEN)):
+        step = batch(ForwardMode.EXTEND, [1, 2], [3, longest], [3, 5])
+        assert planned(step).prefills.max_seq_len == bound
+        step.seq_lens_cpu = None
+        assert planned(step).prefills.max_seq_len == MAX_LEN, "the lengths are on the device alone"
+
+
 def test_a_prompt_is_bounded_by_the_model() -> None:
     metadata = planned(batch(ForwardMode.EXTEND, [1, 2], [33, 16], [3, 16]))
     part = metadata.prefills

@@ -11,7 +11,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from ...errors import UsageError
 from ...kernels.native.mla.select import MAX_QUERIES
 from ..paged_batch import PagedBatch, Part
-from ..scratch import Limits, shared_scratch
+from ..scratch import Limits, prompt_bound, shared_scratch
 from .versions import draft_shape, is_deterministic
 
 
@@ -78,7 +78,9 @@ class PagedAttnBackend(AttentionBackend):  # type: ignore[misc]
         sums = torch.zeros(count + 1, dtype=torch.int32, device=lengths.device)
         torch.cumsum(forward_batch.extend_seq_lens, 0, dtype=torch.int32, out=sums[1:])
         new = forward_batch.extend_seq_lens_cpu
-        self.forward_metadata = PagedBatch(None, Part(0, sum(new), table, lengths, sums, max(new), self._bound))
+        on_host = forward_batch.seq_lens_cpu
+        bound = self._bound if on_host is None else prompt_bound(int(on_host.max()), self._bound)
+        self.forward_metadata = PagedBatch(None, Part(0, sum(new), table, lengths, sums, max(new), bound))
 
     def _is_verify(self, mode: Any) -> bool:
         return bool(self._drafts and mode.is_target_verify())

@@ -26,7 +26,7 @@ from ...errors import UsageError
 from ..dealt_batch import Ranks, attend_dealt, check_dealt_layer, hold_a_dealt_step
 from ..paged_batch import BLOCK_SIZES, HEAD_SIZES, DealtBatch, LayerOptions, PagedBatch, Part, attend, check_layer
 from ..readiness import reserve, warm_up
-from ..scratch import Limits
+from ..scratch import Limits, prompt_bound
 from .versions import backend_name, cache_interface, decode_tokens, key_ranks
 
 _E4M3_CACHES = ("fp8", "fp8_e4m3")
@@ -196,8 +196,7 @@ class CubinRuntimeMetadataBuilder(AttentionMetadataBuilder[PagedBatch]):  # type
         table, partition = step.block_table_tensor, self._partition
         lengths = step.seq_lens if partition is None else step.dcp_local_seq_lens
         room = table.shape[1] * self._block_size
-        # The model's bound, as a captured launch is replayed with longer requests, and as launches of prompts with
-        # other bounds need other fast paths; keys that are sinks come on top.
+        # The model's bound, as a captured launch is replayed with longer requests; keys that are sinks come on top.
         bound = min(keys_of_a_rank(partition, max(self._max_model_len, step.max_seq_len)), room)
         first = last = None
         if decode_rows:
@@ -211,6 +210,7 @@ class CubinRuntimeMetadataBuilder(AttentionMetadataBuilder[PagedBatch]):  # type
             sums = step.query_start_loc[decodes : decodes + prefills + 1]
             sums = sums - decode_rows if decode_rows else sums
             keys = lengths[rest] if partition is None else partition.own_lens(step.seq_lens[rest] - sums.diff())
+            bound = prompt_bound(step.max_seq_len, bound) if partition is None else bound
             last = Part(decode_rows, prefill_rows, table[rest], keys, sums, step.max_query_len, bound)
         parts = first, last, step.slot_mapping
         return PagedBatch(*parts) if partition is None else DealtBatch(*parts, _has_context(step, decodes))
