@@ -119,7 +119,7 @@ class PlaceFinder:
 
 
 def _claimed(workspace: Any, handle: int) -> Hashable:
-    """What a stream claims of a workspace; None: nothing, and the full path says why."""
+    """The place that a stream claims in a workspace; None: it gets none, and the full path says why."""
     try:
         place: Hashable = workspace.claim(handle)
     except CubinRuntimeError:
