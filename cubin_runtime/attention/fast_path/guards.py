@@ -173,11 +173,15 @@ def _form_rows(
 ) -> bytes | None:
     """The forms of tensors as the accelerator reads them; None: there is none, or it cannot read these."""
     module, exchange = accelerator(), exchange_api()
-    if module is None or exchange is None or any(len(dims) > MAX_DIMS for dims in sizes):
+    if module is None or exchange is None:
+        return None
+    try:
+        forms = [module.form(exchange, tensor) for tensor in tensors]
+    except Exception:  # a tensor of too many dimensions, a later API, or whatever DLPack does not describe
         return None
     rows = []
-    for tensor, *dims in zip(tensors, sizes, strides, strict=True):
-        values = list(FORM.unpack(module.form(exchange, tensor)))
+    for form, *dims in zip(forms, sizes, strides, strict=True):
+        values = list(FORM.unpack(form))
         for first, of_tensor in zip((-2 * MAX_DIMS, -MAX_DIMS), dims, strict=True):
             for number, value in enumerate(of_tensor):
                 values[first + number] = -1 if value is None else value

@@ -251,6 +251,21 @@ def test_a_tensor_that_is_not_what_its_memory_holds_is_refused(
     assert len(sent(standin)) == 2
 
 
+def test_tensors_that_dlpack_does_not_describe_are_compared_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_of(*sizes: int) -> Any:
+        example = torch.zeros(sizes)
+        test = guards.form_test([example], [list(sizes)], [list(example.stride())])
+        assert test is not None
+        assert test(torch.ones(sizes))
+        assert not test(torch.ones(*sizes, 1))
+        return test
+
+    named = "alike" if guards.accelerator() is not None and guards.exchange_api() is not None else "guard"
+    assert (test_of(2, 3).__name__, test_of(*[1] * 7).__name__) == (named, "guard")
+    monkeypatch.setattr(torch.Tensor, "__dlpack_c_exchange_api__", object(), raising=False)  # not a capsule of it
+    assert test_of(2, 3).__name__ == "guard"
+
+
 @pytest.mark.parametrize("name", ["q", "out"])
 def test_a_lazily_negated_tensor_is_refused(runtime: Runtime, standin: StandIn, name: str) -> None:
     halves = {key: t.half() for key, t in given().items() if t.dtype is BF16}
