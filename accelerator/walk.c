@@ -498,6 +498,7 @@ static int set_rows(Walk *self) {
   if (self->form_rows != Py_None) self->form = rows_of(self->form_rows, sizeof(Form), &forms);
   if (forms != self->tensors) PyErr_Format(PyExc_ValueError, "%d forms of %d tensors", forms, self->tensors);
   if (self->exchange != Py_None) self->read = reader_of(self->exchange);
+  else if (self->form != NULL || self->made_counts) PyErr_SetString(PyExc_ValueError, "tensors, and no exchange API");
   return PyErr_Occurred() ? -1 : 0;
 }
 

@@ -264,7 +264,7 @@ def test_every_part_of_a_form_is_compared(field: int) -> None:
     assert module.alike(EXCHANGE, bool, accelerator.FORM.pack(*form))(16) is not is_of_a_dimension
 
 
-def test_forms_that_cannot_be_read_are_refused(prepare: Prepare, around: Surroundings) -> None:
+def test_forms_that_cannot_be_read_are_refused(around: Surroundings) -> None:
     module: Any = accelerator.accelerator()
     alike = module.alike(EXCHANGE, bool, FORM * 2)
     assert alike(16, 32)
@@ -272,13 +272,11 @@ def test_forms_that_cannot_be_read_are_refused(prepare: Prepare, around: Surroun
     later = ExchangeApi(2, 0, (ctypes.c_void_p * 4)(), read)
     with pytest.raises(ValueError, match=r"DLPack 2\.0, expected 1"):
         module.form(capsule_of(later), 16)
-    with pytest.raises(ValueError, match="2 forms of 1 tensors"):
-        module.Walk(
-            senders={},
-            writes=(),
-            failed=None,
-            **{**encoded(around.options(1, (0,))), "forms": (EXCHANGE, bool, {}, bool, FORM * 2)},
-        )
+    options = encoded(around.options(1, (0,)))
+    wrong: dict[str, Any] = {"2 forms of 1 tensors": (EXCHANGE, FORM * 2), "no exchange API": (None, FORM)}
+    for message, (exchange, rows) in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            module.Walk(senders={}, writes=(), failed=None, **options | {"forms": (exchange, bool, {}, bool, rows)})
 
 
 TESTS: list[tuple[tuple[Any, ...], list[Any], list[Any]]] = [
