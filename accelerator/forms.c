@@ -28,6 +28,12 @@ ReadTensor reader_of(PyObject *capsule) {
   return NULL;
 }
 
+PyObject *is_readable(PyObject *module, PyObject *capsule) {
+  ReadTensor read = reader_of(capsule);
+  PyErr_Clear();
+  return PyBool_FromLong(read != NULL);
+}
+
 int truth(PyObject *value) {
   if (value == NULL) return FAILED;
   int is = value == Py_True ? 1 : value == Py_False ? 0 : PyObject_IsTrue(value);

@@ -62,6 +62,7 @@ static int start(PyObject *module) {
 static PyModuleDef_Slot slots[] = {{Py_mod_exec, start}, {0, NULL}};
 
 static PyMethodDef methods[] = {
+    {"readable", is_readable, METH_O, "readable(exchange_api): whether it is one of DLPack 1."},
     {"form", form_of, METH_VARARGS, "form(exchange_api, tensor): its form, as a row of a table."},
     {"alike", alike_of, METH_VARARGS, "alike(exchange_api, grad_mode, forms): a function that tells whether tensors have them."},
     {"same_stream", same_stream, METH_O, "same_stream(query): whether a stream is the same and does not capture."},

@@ -73,7 +73,8 @@ ReadTensor reader_of(PyObject *capsule);
 // Read an object. SENT: it is a tensor of that form; UNLIKE: it is none, or, in grad mode, requires grad.
 int read_tensor(ReadTensor read, const Form *form, PyObject *object, int grad_mode, Tensor *tensor);
 
-// `form` and `alike` of the module.
+// `readable`, `form` and `alike` of the module.
+PyObject *is_readable(PyObject *module, PyObject *capsule);
 PyObject *form_of(PyObject *module, PyObject *arguments);
 PyObject *alike_of(PyObject *module, PyObject *known);
 

@@ -270,6 +270,8 @@ def test_forms_that_cannot_be_read_are_refused(around: Surroundings) -> None:
     assert alike(16, 32)
     assert not any(alike(*others) for others in [(16,), (16, 32, 48), (16, 33), (16, 32.0)])
     later = ExchangeApi(2, 0, (ctypes.c_void_p * 4)(), read)
+    assert module.readable(EXCHANGE)
+    assert not any(map(module.readable, [None, object(), capsule_of(later)]))
     with pytest.raises(ValueError, match=r"DLPack 2\.0, expected 1"):
         module.form(capsule_of(later), 16)
     options = encoded(around.options(1, (0,)))

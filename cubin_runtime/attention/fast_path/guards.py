@@ -163,21 +163,23 @@ def form_test(
 
 
 def exchange_api() -> Any:
-    """DLPack's C exchange API of torch's tensors, which torch 2.11 has; None: there is none."""
-    torch = sys.modules.get("torch")
-    return None if torch is None else getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+    """DLPack's C exchange API of torch's tensors, as torch 2.11 has it; None: there is none that can be read."""
+    torch, module = sys.modules.get("torch"), accelerator()
+    api = None if torch is None else getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+    return api if module is not None and module.readable(api) else None
 
 
 def _form_rows(
     tensors: Sequence[Any], sizes: Sequence[Sequence[int | None]], strides: Sequence[Sequence[int | None]]
 ) -> bytes | None:
     """The forms of tensors as the accelerator reads them; None: there is none, or it cannot read these."""
-    module, exchange = accelerator(), exchange_api()
-    if module is None or exchange is None:
+    module: Any = accelerator()
+    exchange = exchange_api()
+    if exchange is None:
         return None
     try:
         forms = [module.form(exchange, tensor) for tensor in tensors]
-    except Exception:  # a tensor of too many dimensions, a later API, or whatever DLPack does not describe
+    except Exception:  # too many dimensions, or whatever DLPack does not describe
         return None
     rows = []
     for form, *dims in zip(forms, sizes, strides, strict=True):

@@ -262,8 +262,20 @@ def test_tensors_that_dlpack_does_not_describe_are_compared_otherwise(monkeypatc
 
     named = "alike" if guards.accelerator() is not None and guards.exchange_api() is not None else "guard"
     assert (test_of(2, 3).__name__, test_of(*[1] * 7).__name__) == (named, "guard")
-    monkeypatch.setattr(torch.Tensor, "__dlpack_c_exchange_api__", object(), raising=False)  # not a capsule of it
+    monkeypatch.setattr(torch.Tensor, "__dlpack_c_exchange_api__", object(), raising=False)  # as of a later version
     assert test_of(2, 3).__name__ == "guard"
+
+
+def test_calls_go_on_with_a_torch_whose_exchange_api_is_unknown(
+    runtime: Runtime, standin: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.Tensor, "__dlpack_c_exchange_api__", object(), raising=False)
+    own = given()
+    step = plan_paged_decode(**own, max_seq_len=256, runtime=runtime).bind(**own)
+    for batch in (3, 4, 5, 5, 5):
+        step.step()
+        paged_decode(**of_batch(batch, out=None), max_seq_len=256, runtime=runtime)
+    assert len(sent(standin)) == 10
 
 
 @pytest.mark.parametrize("name", ["q", "out"])
