@@ -286,7 +286,7 @@ def _stream_of(runtime: PlanRuntime, stream: Stream | None, first: Any, name: st
         return stream_handle(stream)
     if isinstance(first, int) or (of_torch and first.device.type != "cuda"):
         first = view_of(first, name)  # which refuses it
-    return runtime.memory.current_stream(first) if of_torch else 0
+    return runtime.memory.current_stream(first)
 
 
 def _scratch_of_torch(plan: StepPlan, device: int) -> SemaphoreWorkspace:
