@@ -34,6 +34,8 @@ PyObject *is_readable(PyObject *module, PyObject *capsule) {
   return PyBool_FromLong(read != NULL);
 }
 
+uint64_t address_of(const Tensor *tensor) { return (uint64_t)(uintptr_t)tensor->data + tensor->offset; }
+
 int truth(PyObject *value) {
   if (value == NULL) return FAILED;
   int is = value == Py_True ? 1 : value == Py_False ? 0 : PyObject_IsTrue(value);
@@ -42,7 +44,8 @@ int truth(PyObject *value) {
 }
 
 static int has_form(const Tensor *tensor, const Form *form) {
-  if (tensor->dims != form->dims || memcmp(&tensor->device_type, &form->device_type, sizeof form->device_type * 2)) return 0;
+  if (tensor->device_type != form->device_type || tensor->device != form->device) return 0;
+  if (tensor->dims != form->dims) return 0;
   if (tensor->code != form->code || tensor->bits != form->bits || tensor->lanes != form->lanes) return 0;
   for (int i = 0; i < form->dims; i++) {
     if (form->shape[i] >= 0 && tensor->shape[i] != form->shape[i]) return 0;

@@ -67,6 +67,8 @@ typedef struct {
 
 int start_forms(void);
 
+uint64_t address_of(const Tensor *tensor);
+
 // What reads the tensors of a class, by its `__dlpack_c_exchange_api__`; NULL: a Python error is set.
 ReadTensor reader_of(PyObject *capsule);
 

@@ -186,7 +186,7 @@ static int read_tensors(const Walk *self, Call *call) {
     call->tensors[i] = call->slots[self->row[i].slot];
     done = read_tensor(self->read, &self->form[i], call->tensors[i], grad_mode, &tensor);
     if (done != SENT) return done;
-    call->addresses[i] = (uint64_t)(uintptr_t)tensor.data + tensor.offset;
+    call->addresses[i] = address_of(&tensor);
     call->first[i] = tensor.dims ? tensor.shape[0] : 0;
   }
   return done;
@@ -340,7 +340,7 @@ static int make_tensor(const Walk *self, Call *call) {
   call->slots[call->count++] = made;
   Tensor tensor;
   if (self->made_counts && self->read(made, &tensor)) return FAILED;
-  if (self->made_counts) call->addresses[self->tensors] = (uint64_t)(uintptr_t)tensor.data + tensor.offset;
+  if (self->made_counts) call->addresses[self->tensors] = address_of(&tensor);
   return SENT;
 }
 
