@@ -21,6 +21,7 @@ from cubin_runtime.launch.modules import KernelRequest, ModuleCache
 from cubin_runtime.launch.prepared import PreparedLaunches
 from cubin_runtime.launch.senders import NOT_WRITTEN, senders_of
 from cubin_runtime.launch.workspace import EagerClaim
+from cubin_runtime.tensor import _DLTensor
 from cubin_runtime.testing import StandIn
 from tests.launch.examples import DIGEST, LAYOUT, SYMBOL, cubin, kernel_facts, needs, plan
 
@@ -33,23 +34,6 @@ IN_PYTHON = "in Python"
 DIMS = accelerator.MAX_DIMS
 
 
-class DLTensor(ctypes.Structure):
-    """A tensor as DLPack describes it."""
-
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("device_type", ctypes.c_int),
-        ("device", ctypes.c_int),
-        ("dims", ctypes.c_int),
-        ("code", ctypes.c_uint8),
-        ("bits", ctypes.c_uint8),
-        ("lanes", ctypes.c_uint16),
-        ("shape", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.POINTER(ctypes.c_int64)),
-        ("offset", ctypes.c_uint64),
-    )
-
-
 class ExchangeApi(ctypes.Structure):
     """DLPack's C exchange API, of which ``read`` alone is called."""
 
@@ -57,7 +41,7 @@ class ExchangeApi(ctypes.Structure):
         ("major", ctypes.c_uint32),
         ("minor", ctypes.c_uint32),
         ("others", ctypes.c_void_p * 4),
-        ("read", ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.POINTER(DLTensor))),
+        ("read", ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.POINTER(_DLTensor))),
         ("stream", ctypes.c_void_p),
     )
 
@@ -69,7 +53,7 @@ SIZES = (ctypes.c_int64 * 1)(), (ctypes.c_int64 * 1)(1)
 def read(number: int, tensor: Any) -> int:
     """Read a number as a tensor of bytes at that address; odd ones cannot be read."""
     SIZES[0][0] = number
-    tensor[0] = DLTensor(number - 4 if number else 0, 2, 0, 1, 1, 8, 1, *SIZES, 4 if number else 0)
+    tensor[0] = _DLTensor(number - 4 if number else 0, 2, 0, 1, 1, 8, 1, *SIZES, 4 if number else 0)
     return -1 if number % 2 else 0
 
 
