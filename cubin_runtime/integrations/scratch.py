@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ..launch.driver import Driver
 
 
-_SHORT = 1024  # keys of requests that are prompts by themselves, which few parts of a launch share
+_SHORT = 1024  # keys of a request, so few that their parts are seldom worth a merge
 
 
 def prompt_bound(longest: int, bound: int) -> int:
