@@ -10,7 +10,7 @@ from dataclasses import field
 from typing import TYPE_CHECKING, Any
 
 from .. import _version
-from ..artifacts.cubins.architecture import Architecture
+from ..artifacts.cubins.architecture import declared_architecture
 from ..artifacts.path import ArtifactPath
 from ..artifacts.tables.native_kernels import FILE_NAME, NativeKernel, parse_native_kernels
 from ..config import Config
@@ -224,7 +224,7 @@ class PlanRuntime:
             threads=kernel.threads,
             fingerprint=kernel.struct_fingerprint,
             dynamic_shared_bytes=kernel.dynamic_shared_bytes,
-            declared=Architecture.parse(kernel.sm, declared=True),
+            declared=declared_architecture(kernel.sm),
             nonportable_cluster=int(kernel.traits.get("max_cluster", 0)) > LARGEST_PORTABLE_CLUSTER,
         )
         return KernelRequest(

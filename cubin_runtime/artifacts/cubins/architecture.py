@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from ...errors import UsageError
 from ...values import dataclass
@@ -55,3 +55,7 @@ class Architecture:
     def same_target(self, other: Architecture) -> bool:
         """Return whether both name one target, whatever stated the suffix."""
         return (self.number, self.suffix) == (other.number, other.suffix)
+
+
+# The architecture that a release's metadata names; it is parsed once for each text.
+declared_architecture = partial(Architecture.parse, declared=True)

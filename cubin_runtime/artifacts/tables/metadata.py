@@ -16,7 +16,7 @@ from hashlib import sha256
 
 from ...errors import CorruptError
 from ...values import dataclass
-from ..cubins.architecture import Architecture
+from ..cubins.architecture import Architecture, declared_architecture
 from .metadata_columns import COLUMN_OF_FIELD, COLUMNS, IGNORED_COLUMNS, Column
 
 HEADER_PATH = "include/flashInferMetaInfo.h"
@@ -102,7 +102,7 @@ class KernelMeta:
         stated = self.sm if self.sm.endswith("f") else f"{self.sm}a"
         if named is None or named[1] != stated:
             raise MetadataError(f"{self.symbol}: the metadata says SM {self.sm}, the file name another")
-        return Architecture.parse(stated, declared=True)
+        return declared_architecture(stated)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from ...errors import CorruptError, UsageError
 from ...values import dataclass
-from ..cubins.architecture import Architecture
+from ..cubins.architecture import Architecture, declared_architecture
 
 FILE_NAME = "kernels.json"
 SCHEMA = 1
@@ -60,7 +60,7 @@ class NativeKernel:
     @property
     def architecture(self) -> Architecture:
         """``sm`` as a value."""
-        return Architecture.parse(self.sm, declared=True)
+        return declared_architecture(self.sm)
 
 
 def parse_native_kernels(data: bytes, origin: str = FILE_NAME) -> tuple[NativeKernel, ...]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
-from ....artifacts.cubins.architecture import Architecture
+from ....artifacts.cubins.architecture import declared_architecture
 from ....artifacts.tables.native_kernels import MEASURED, NativeKernel
 from ....errors import UsageError
 from ....launch.driver import DeviceFacts
@@ -230,14 +230,9 @@ def _best(every: Sequence[Sequence[Fit]], shape: DecodeShape, part: Part, costs:
 
 def _order(fit: Fit, shape: DecodeShape, part: Part) -> tuple[int, int, int, bool, float, str]:
     padding = fit.grid.row_tiles * fit.tiling.rows - min(shape.rows, part.max_rows)
-    return padding, fit.grid.row_tiles, *_closeness(fit.kernel.sm), fit.microseconds, fit.kernel.name
-
-
-@lru_cache(maxsize=64)
-def _closeness(sm: str) -> tuple[int, bool]:
-    """The order of kernels that run on a device: by the latest architecture, then by one with features of its own."""
-    target = Architecture.parse(sm, declared=True)
-    return -target.number, target.suffix != "a"
+    target = declared_architecture(fit.kernel.sm)
+    closeness = (-target.number, target.suffix != "a")
+    return padding, fit.grid.row_tiles, *closeness, fit.microseconds, fit.kernel.name
 
 
 def _explain(
