@@ -435,7 +435,7 @@ _SPARSE_MLA_ROPE = {"scaled_e4m3": 64, "bf16": 64, "bf16_nope": 0}
 _SPARSE_MLA_FORMS = {
     ("scaled_e4m3", 16): (8, 16),
     ("scaled_e4m3", 32): (7, 8),
-    ("scaled_e4m3", 64): (11, 0),
+    ("scaled_e4m3", 64): (12, 0),
     ("bf16", 16): (5, 16),
     ("bf16_nope", 16): (5, 16),
 }

@@ -2,8 +2,8 @@
 // 64 query rows at a time, in CTA groups:
 //
 //   two producer warps      a list's entries; its holes are left out; one bulk copy per row --> pipeline of 16 keys
-//   QK warpgroup            S^T = K Q^T: K goes from the tile to registers, is converted to fp16 and scaled there
-//   two softmax warps       P = softmax --> pipeline in shared memory
+//   QK warpgroup            S^T = K Q^T: K goes from the tile to registers, is converted to fp16 and scaled there;
+//                           P = softmax, in registers --> pipeline in shared memory
 //   two PV warpgroups       O^T += V^T P^T, half of the columns each, V^T converted and scaled in registers
 //
 // Warpgroups and pipelines are those of paged_mla_decode_e4m3.cu with bf16 queries.
@@ -12,7 +12,6 @@
 //        -DSPLIT_TILES=n -DSTAGES=n -DKERNEL_NAME=symbol
 
 #include "sparse/lists.cuh"
-#include "sparse/scaled_softmax.cuh"
 #include "sparse/scaled_keys.cuh"
 #include "e4m3/pv.cuh"
 
@@ -21,7 +20,7 @@ namespace paged_mla_decode {
 static_assert(STAGE_KEYS == RING_SHARE);
 
 // A warpgroup that asks for more registers than are available waits forever.
-constexpr int PV_REGISTERS = 168, QK_REGISTERS = 112, PRODUCER_REGISTERS = 64;
+constexpr int PV_REGISTERS = 168, QK_REGISTERS = 128, PRODUCER_REGISTERS = 48;
 static_assert(2 * PV_REGISTERS + QK_REGISTERS + PRODUCER_REGISTERS <= THREADS / WARPGROUP * LAUNCH_REGISTERS);
 
 // Fills every second stage.
@@ -53,14 +52,12 @@ DEVICE void load(const Params& p, const WorkRange& range, SharedStorage& shared,
 DEVICE void init_barriers(SharedStorage& shared) {
     for (int b = 0; b < STAGES; ++b) {
         mbarrier_init(shared_address(&shared.full[b]), 1);
-        mbarrier_init(shared_address(&shared.empty[b]), CONSUMERS / 32 + 1);
+        mbarrier_init(shared_address(&shared.empty[b]), CONSUMERS / 32);
     }
     for (int b = 0; b < P_STAGES; ++b) {
-        mbarrier_init(shared_address(&shared.p_full[b]), SOFTMAX_WARPS);
+        mbarrier_init(shared_address(&shared.p_full[b]), WARPGROUP / 32);
         mbarrier_init(shared_address(&shared.p_empty[b]), CONSUMERS / 32);
     }
-    mbarrier_init(shared_address(&shared.scores_full), WARPGROUP / 32);
-    mbarrier_init(shared_address(&shared.scores_empty), SOFTMAX_WARPS);
     fence_mbarrier_init();
 }
 
@@ -88,12 +85,8 @@ extern "C" __global__ void __launch_bounds__(paged_mla_decode::THREADS, 1)
     } else {
         setmaxnreg_dec<PRODUCER_REGISTERS>();
         const int warp = __shfl_sync(~0u, threadIdx.x % WARPGROUP / 32, 0);
-        if (warp % 3 == 0) {
-            load(p, range, shared, warp / 3);
-            allow_next_grid();
-        } else {
-            weigh(p, range, shared);
-        }
+        if (warp < LIST_WARPS) load(p, range, shared, warp);
+        allow_next_grid();
         if (blockIdx.x == 0) report_invalid_lengths(p, threadIdx.x - CONSUMERS - WARPGROUP, WARPGROUP);
     }
 }

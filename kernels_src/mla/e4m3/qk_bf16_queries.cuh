@@ -8,6 +8,8 @@
 
 namespace paged_mla_decode {
 
+constexpr int KEYS_IN_FLIGHT = 3;  // products
+
 // The lane's offset in its warp's keys, of which it reads 16 bytes of 32 columns.
 DEVICE uint32_t lane_offset_of_keys() {
     const uint32_t thread = reread_thread_index(), lane = thread % 32, key = thread % WARPGROUP / 32 * 16 + lane % 16;
@@ -40,6 +42,18 @@ DEVICE void multiply_keys(uint32_t keys, uint64_t queries, Keys& k, Scores& s) {
             wgmma<true, false>(s, a, b);
         wgmma_commit();
     }
+}
+
+// Stores scores where the softmax reads them.
+DEVICE void write_scores(uint32_t address, const float (&s)[ROWS / 2]) {
+#pragma unroll
+    for (int i = 0; i < ROWS / 2; ++i)
+        store_shared_float(address + (i / 4 * 8 + i % 2) * SCORE_PITCH + i / 2 % 2 * 32, s[i]);
+}
+
+DEVICE uint32_t lane_offset_of_scores() {
+    const uint32_t thread = reread_thread_index() % WARPGROUP;
+    return thread % 4 * 2 * SCORE_PITCH + thread / 4 * 4 + thread / 32 * 32;
 }
 
 DEVICE void score(const Params& p, const WorkRange& range, SharedStorage& shared) {

@@ -1,4 +1,4 @@
-// bf16 queries of a work tile, converted to fp16 in shared memory, and the scores of S^T = K Q^T there.
+// bf16 queries of a work tile, converted to fp16 in shared memory.
 #pragma once
 #include "shared_storage.cuh"
 #include "../softmax.cuh"
@@ -11,7 +11,6 @@
 namespace paged_mla_decode {
 
 constexpr int STEPS = COLUMNS / 16;  // of a product
-constexpr int KEYS_IN_FLIGHT = SCALED ? 4 : 3;  // products
 constexpr int QK_BARRIER = 2;
 
 // Copies those rows of a work tile's queries that the warp converts.
@@ -28,7 +27,8 @@ DEVICE void copy_queries(const Params& p, const WorkTile& work, SharedStorage& s
 // Converts the queries to fp16 in place, in the order of the bytes of keys (bf16_to_fp16_as_e4m3). A row is divided by
 // the power of two that brings its largest magnitude below 2; its scores are multiplied with it. The row also takes the
 // sign of the softmax scale.
-DEVICE void load_queries(const Params& p, const WorkTile& work, SharedStorage& shared, uint32_t slot) {
+DEVICE void load_queries(const Params& p, const WorkTile& work, SharedStorage& shared,
+                         [[maybe_unused]] uint32_t slot = 0) {
     constexpr int GROUPS = KEY_BOXES;  // of 16 columns, of a lane
     constexpr int CONVERTED = SCALED ? GROUPS - 1 : GROUPS;  // rope columns stay bf16 beside scaled latent ones
     const float scale = softmax_scale_log2(p);
@@ -68,23 +68,18 @@ DEVICE void load_queries(const Params& p, const WorkTile& work, SharedStorage& s
                                               multiply_bf16(v.w, two)));
         }
 #endif
-        // 0 x -inf is NaN
-        if (quarter == 0) shared.scale[slot][row] = fmaxf(power_of_two(exponent) * fabsf(scale), 1e-37f);
+        if (quarter == 0) {
+            const float row_scale = fmaxf(power_of_two(exponent) * fabsf(scale), 1e-37f);  // 0 x -inf is NaN
+#if SPARSE
+            RowPair& pair = shared.rows[row / 2];
+            pair.scale[row % 2] = row_scale, pair.maximum[row % 2] = LOWEST;
+#else
+            shared.scale[slot][row] = row_scale;
+#endif
+        }
     }
     fence_async_proxy();
     named_barrier_sync<WARPGROUP>(QK_BARRIER);
-}
-
-// Stores scores where the softmax reads them.
-DEVICE void write_scores(uint32_t address, const float (&s)[ROWS / 2]) {
-#pragma unroll
-    for (int i = 0; i < ROWS / 2; ++i)
-        store_shared_float(address + (i / 4 * 8 + i % 2) * SCORE_PITCH + i / 2 % 2 * 32, s[i]);
-}
-
-DEVICE uint32_t lane_offset_of_scores() {
-    const uint32_t thread = reread_thread_index() % WARPGROUP;
-    return thread % 4 * 2 * SCORE_PITCH + thread / 4 * 4 + thread / 32 * 32;
 }
 
 }  // namespace paged_mla_decode

@@ -31,11 +31,8 @@ enum Boundary : int { INSIDE, END_OF_OUTPUT_TILE, END_OF_SPLIT, END_OF_RANGE };
 
 // What goes with the P of a tile.
 struct TileHandoff {
-#if SPARSE
-    alignas(16) uint32_t raised[4];  // for each softmax warp: whether a maximum of its rows was raised; then 0
-#else
-    alignas(16) uint32_t raised[4];  // for each 16 rows: whether a row maximum was raised
-#endif
+    // Whether a row maximum was raised: for each 16 rows, or of any row, then 0.
+    alignas(16) uint32_t raised[4];
     int valid;  // keys of the tile; 0: no tile, since the request has no keys
     Boundary end;
     int slot, rows, counter;  // of a partial
@@ -47,25 +44,21 @@ struct TileHandoff {
 #endif
 };
 
+#if SPARSE
+// Of two neighbouring rows: what a score is multiplied by, and the maximum that P is relative to.
+struct alignas(16) RowPair {
+    float scale[2], maximum[2];
+};
+#else
 // With bf16 queries:
 constexpr int SOFTMAX_WARPS = 2;
 constexpr int SCORE_PITCH = TILE_TOKENS * 4 + 16;  // bytes of a row of scores, padded against bank conflicts
-
-#if SPARSE
-// What the QK warpgroup publishes with the scores of a tile: for each key the exponent of its largest scale and 2 to
-// the negative exponent, and its scales divided by 2 to the exponent, in fp16.
-struct alignas(16) KeyScales {
-    float2 exponent[TILE_TOKENS];
-    uint2 factors[TILE_TOKENS];
-    uint32_t tile;  // keys of the tile, and LAST_TILE
-};
 #endif
 
 struct SharedStorage {
     alignas(1024) char p[P_STAGES][BOX_BYTES];
 #if SPARSE
     alignas(1024) char kv[STAGES][STAGE_KEYS * KEY_PITCH];
-    KeyScales key_scales[2];  // for tiles in turn
     uint32_t tile[STAGES];  // keys of the stage's tile, and LAST_TILE
     alignas(16) const void* rows_to_copy[ROW_RING];  // their addresses, in a ring
 #else
@@ -73,7 +66,10 @@ struct SharedStorage {
 #endif
     alignas(1024) char q[QUERY_BOXES][QUERY_BOX_BYTES];
     TileHandoff handoff[P_STAGES];
-#if !Q_E4M3
+#if SPARSE
+    RowPair rows[ROWS / 2];  // of a work tile
+    float row_parts[WARPGROUP / 32][ROWS];  // each QK warp's maxima of a tile, or sums of a work tile
+#elif !Q_E4M3
     alignas(16) char scores[ROWS * SCORE_PITCH];
     WorkTile work[SOFTMAX_WARPS];
     float scale[2][ROWS];  // of the scores of a row, for work tiles in turn

@@ -4,6 +4,8 @@
 
 namespace paged_mla_decode {
 
+// Of a list, each lane has loaded its entries of so many tiles that come next.
+constexpr int TILES_AHEAD = ROWS > 16 ? 2 : 1;
 constexpr int LIST_AHEAD = 1024;  // entries of a list, which a warp brings to L2 at a time: a line for each lane
 
 // Rows that only this CTA reads must not displace lists, partials and code from L2.
@@ -24,26 +26,37 @@ DEVICE const void* row_address(const Params& p, uint32_t slot) {
     return static_cast<const char*>(p.kv_cache) + page * p.page_bytes + row * p.row_bytes;
 }
 
-constexpr int ROWS_AT_ONCE = 4;
+// A condition for each row would take longer than its copy. Kernels for few rows, which end soon, would take longer to
+// fetch code for more rows.
+constexpr int ROWS_AT_ONCE = ROWS > 16 ? RING_SHARE : 4;
 
-// How many rows are copied for `count`: whole groups, since a condition for each row takes longer than its copy.
+// How many rows are copied for `count`: whole groups.
 DEVICE int copied_rows(int count) { return (count + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE * ROWS_AT_ONCE; }
 
-// Copies `count` rows, whole groups, to `stage` and on, whose addresses lie in shared memory. One lane copies all:
-// operands of a bulk copy are uniform registers, so that the compiler would copy the rows of lanes one by one in a
-// loop.
+// Copies a group of rows to `stage` and on, whose addresses lie in shared memory. One lane copies all: operands of a
+// bulk copy are uniform registers, so that the compiler would copy the rows of lanes one by one in a loop.
+DEVICE void copy_group(bool leads, uint32_t addresses, uint32_t stage, uint32_t barrier, uint64_t policy) {
+    uint4 two[ROWS_AT_ONCE / 2];
+#pragma unroll
+    for (int i = 0; i < ROWS_AT_ONCE / 2; ++i) two[i] = load_shared_uint4(addresses + i * 16);
+    if (leads)
+#pragma unroll
+        for (int i = 0; i < ROWS_AT_ONCE; ++i) {
+            const uint64_t low = i % 2 ? two[i / 2].z : two[i / 2].x, high = i % 2 ? two[i / 2].w : two[i / 2].y;
+            bulk_copy(stage + i * KEY_PITCH, reinterpret_cast<const void*>(high << 32 | low), ROW_BYTES, barrier,
+                      policy);
+        }
+}
+
+// Copies `count` rows, whole groups.
 DEVICE void copy_rows(uint32_t addresses, int count, uint32_t stage, uint32_t barrier, uint64_t policy) {
     const bool leads = elect_one();
+    if constexpr (ROWS_AT_ONCE == RING_SHARE) {
+        if (count > 0 && leads) copy_group(true, addresses, stage, barrier, policy);
+    } else {
 #pragma unroll 1
-    for (int row = 0; row < count; row += ROWS_AT_ONCE) {
-        const uint4 two[2] = {load_shared_uint4(addresses + row * 8), load_shared_uint4(addresses + row * 8 + 16)};
-        if (leads)
-#pragma unroll
-            for (int i = 0; i < ROWS_AT_ONCE; ++i) {
-                const uint64_t low = i % 2 ? two[i / 2].z : two[i / 2].x, high = i % 2 ? two[i / 2].w : two[i / 2].y;
-                bulk_copy(stage + (row + i) * KEY_PITCH, reinterpret_cast<const void*>(high << 32 | low), ROW_BYTES,
-                          barrier, policy);
-            }
+        for (int row = 0; row < count; row += ROWS_AT_ONCE)
+            copy_group(leads, addresses + row * 8, stage + row * KEY_PITCH, barrier, policy);
     }
 }
 
@@ -67,14 +80,16 @@ DEVICE void walk_lists(const Params& p, Iterator work_tiles, const void** ring, 
         fetched += LIST_AHEAD;
     };
     const auto entry = [&](int i) { return i + lane < end ? list[i + lane] : -1; };
-    int next[2];  // the entries from `position` on
+    int next[TILES_AHEAD][2];  // of tiles in turn; the entries from `position` on are next[turn]
+    int turn = 0;
     const auto next_work = [&] {
         if (!work_tiles.next(work)) return false;
         list = static_cast<const int*>(p.indices) + work.request * p.indices_stride;
         end = min(work.last * TILE_TOKENS, work.kv_len);
         fetched = position = work.first * TILE_TOKENS;
 #pragma unroll
-        for (int half = 0; half < 2; ++half) next[half] = entry(position + half * 32);
+        for (int i = 0; i < TILES_AHEAD * 2; ++i) next[i / 2][i % 2] = entry(position + i * 32);
+        turn = 0;
         fetch();
         return true;
     };
@@ -84,28 +99,37 @@ DEVICE void walk_lists(const Params& p, Iterator work_tiles, const void** ring, 
     for (int i = lane; i < ROW_RING / WARPS; i += 32)
         ring[(i / RING_SHARE * WARPS + warp) * RING_SHARE + i % RING_SHARE] = p.kv_cache;
     __syncwarp();
+    uint32_t head;  // of the rows in the ring
+    int count;
+    // Puts rows that entries name into the ring, and loads those of a tile later.
+    const auto take = [&](int (&entries)[2]) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int slot = entries[half];
+            largest = max(largest, slot);
+            const bool names_row = static_cast<uint32_t>(slot) < static_cast<uint32_t>(p.rows);
+            const uint32_t naming = __ballot_sync(~0u, names_row);
+            const uint32_t at = head + count + __popc(naming & ((1u << lane) - 1));
+            if (names_row && at / RING_SHARE % WARPS == warp) ring[at % ROW_RING] = row_address(p, slot);
+            count += __popc(naming);
+        }
+        // after the entries of before are used: else they would be moved, which waits for these
+#pragma unroll
+        for (int half = 0; half < 2; ++half) entries[half] = entry(position + ((TILES_AHEAD - 1) * 2 + half) * 32);
+    };
     while (more) {
         begin(work);
-        uint32_t head = 0;  // of the rows in the ring
-        int count = 0;
+        head = count = 0;
 #pragma unroll 1
         for (bool last = false; !last;) {
             if (count < TILE_TOKENS && position < end) {
                 position += TILE_TOKENS;
                 if (position + LIST_AHEAD > fetched) fetch();
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const int slot = next[half];
-                    largest = max(largest, slot);
-                    const bool names_row = static_cast<uint32_t>(slot) < static_cast<uint32_t>(p.rows);
-                    const uint32_t naming = __ballot_sync(~0u, names_row);
-                    const uint32_t at = head + count + __popc(naming & ((1u << lane) - 1));
-                    if (names_row && at / RING_SHARE % WARPS == warp) ring[at % ROW_RING] = row_address(p, slot);
-                    count += __popc(naming);
-                }
-                // after the entries of before are used: else they would be moved, which waits for these
-#pragma unroll
-                for (int half = 0; half < 2; ++half) next[half] = entry(position + half * 32);
+                if (turn == 0)
+                    take(next[0]);
+                else
+                    take(next[TILES_AHEAD - 1]);
+                turn = (turn + 1) % TILES_AHEAD;
                 __syncwarp();
                 continue;
             }

@@ -1,16 +1,15 @@
-// QK warpgroup of the sparse kernel in CTA groups: S^T = K Q^T, stored to shared memory. As e4m3/qk_bf16_queries.cuh,
-// with scales for each 128 columns of a key and rope columns in bf16.
+// QK warpgroup of the sparse kernel in CTA groups: S^T = K Q^T, and P from it. As e4m3/qk_bf16_queries.cuh, with scales
+// for each 128 columns of a key, rope columns in bf16, and the softmax.
 //
 // There are no registers for sums of each block of columns. A key's scales are divided by the power of two of the
 // largest, so that they multiply converted keys in fp16; rope columns are divided by it too, and scores are multiplied
 // with it.
 #pragma once
 #include "../e4m3/queries.cuh"
-#include "rows.cuh"
+#include "scaled_softmax.cuh"
 
 namespace paged_mla_decode {
 
-using KeyScores = float[ROWS / 2];  // as in e4m3/qk_bf16_queries.cuh
 constexpr int LATENT_STEPS = LATENT / 16, BLOCK_STEPS = LATENT_STEPS / SCALE_BLOCKS;
 constexpr int LATENT_LOADS = LATENT / 32, LOADS = LATENT_LOADS + ROPE / 16;  // of 32 bytes of each key
 // Of 2^exponent, which a key's scales are divided by: far from the limits of fp32 and bf16.
@@ -44,13 +43,15 @@ struct OwnScales {
         return pack_fp16(scale[i][first] * inverse, scale[i][second] * inverse);
     }
 
-    DEVICE void publish(KeyScales& to, int key) const {
-        if (threadIdx.x % 4 != 0) return;
+    // Of the block lane % 4, of both keys.
+    DEVICE uint32_t value_factors() const {
+        uint32_t of_block[SCALE_BLOCKS];
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            to.exponent[key + i * 8] = make_float2(exponent[i], power_of_two(-exponent[i]));
-            to.factors[key + i * 8] = make_uint2(factors(i, 0, 1), factors(i, 2, 3));
-        }
+        for (int block = 0; block < SCALE_BLOCKS; ++block)
+            of_block[block] =
+                pack_fp16(scale[0][block] * power_of_two(-exponent[0]), scale[1][block] * power_of_two(-exponent[1]));
+        const bool odd = threadIdx.x % 2;
+        return threadIdx.x % 4 < 2 ? (odd ? of_block[1] : of_block[0]) : (odd ? of_block[3] : of_block[2]);
     }
 };
 
@@ -70,42 +71,55 @@ struct FragmentFactors {
 };
 
 // S^T = K Q^T, the last products still in flight on return. `keys` is the lane's address in the stage of its warp's
-// keys.
-DEVICE void multiply_keys(uint32_t keys, uint64_t queries, const OwnScales& own, KeyScores& s) {
+// keys. Products are issued in groups of two; while GROUPS of them are in flight, the next keys are converted.
+DEVICE void multiply_keys(uint32_t keys, uint32_t queries, const OwnScales& own, KeyScores& s) {
+    constexpr int GROUPS = 2, AHEAD = 2;
     const FragmentFactors factors(own);
-    uint32_t raw[2][4], a[KEYS_IN_FLIGHT][4];
+    uint32_t raw[AHEAD + 1][4], a[GROUPS][2][4];
     const auto load = [&](int i) {
-        ldmatrix_x4(raw[i % 2], keys + (i < LATENT_LOADS ? i * 32 : ROPE_BYTE + (i - LATENT_LOADS) * 32));
+        ldmatrix_x4(raw[i % (AHEAD + 1)], keys + (i < LATENT_LOADS ? i * 32 : ROPE_BYTE + (i - LATENT_LOADS) * 32));
     };
-    load(0);
-    load(1);
+    const auto operand = [&](int step) {
+        const uint32_t offset = step / 4 * BOX_BYTES + step % 4 * 32;
+        return (k_major_descriptor(0) & 0xffffffff00000000) | (queries + (offset >> 4));
+    };
 #pragma unroll
-    for (int step = 0; step < STEPS; ++step) {
-        uint32_t (&k)[4] = a[step % KEYS_IN_FLIGHT];
-        const int block = step / BLOCK_STEPS;
-        const int own_load = step < LATENT_STEPS ? step / 2 : LATENT_LOADS + step - LATENT_STEPS;
-        const uint32_t (&from)[4] = raw[own_load % 2];
-        if (step >= KEYS_IN_FLIGHT) wgmma_wait<KEYS_IN_FLIGHT - 1>();
-        if (step < LATENT_STEPS) {
+    for (int i = 0; i < AHEAD; ++i) load(i);
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                e4m3_to_fp16(from[step % 2 * 2 + i], k[i], k[2 + i]);
-                k[i] = multiply_fp16(k[i], factors.latent[i][block]);
-                k[2 + i] = multiply_fp16(k[2 + i], factors.latent[i][block]);
+    for (int group = 0; group < STEPS / 2; ++group) {
+        uint32_t (&k)[2][4] = a[group % GROUPS];
+        const bool latent = group < LATENT_LOADS;
+        const int first_load = latent ? group : LATENT_LOADS + (group - LATENT_LOADS) * 2;
+        const int block = group * 2 / BLOCK_STEPS;
+        if (group >= GROUPS) wgmma_wait<GROUPS - 1>();
+#pragma unroll
+        for (int step = 0; step < 2; ++step) {
+            const int own_load = latent ? first_load : first_load + step;
+            const uint32_t (&from)[4] = raw[own_load % (AHEAD + 1)];
+            if ((!latent || step == 0) && own_load + AHEAD < LOADS) load(own_load + AHEAD);
+            if (latent) {
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    e4m3_to_fp16(from[step * 2 + i], k[step][i], k[step][2 + i]);
+                    k[step][i] = multiply_fp16(k[step][i], factors.latent[i][block]);
+                    k[step][2 + i] = multiply_fp16(k[step][2 + i], factors.latent[i][block]);
+                }
+            } else {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) k[step][i] = multiply_bf16(from[i], factors.rope[i % 2]);
             }
-        } else {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) k[i] = multiply_bf16(from[i], factors.rope[i % 2]);
         }
-        if ((step >= LATENT_STEPS || step % 2 == 1) && own_load + 2 < LOADS) load(own_load + 2);
         wgmma_fence();
-        const uint64_t b = advance_descriptor(queries, step / 4 * BOX_BYTES + step % 4 * 32);
-        if (step == 0)
-            wgmma<true, false, false>(s, k, b);
-        else if (step < LATENT_STEPS)
-            wgmma<true, false>(s, k, b);
-        else
-            wgmma<false, false>(s, k, b);
+#pragma unroll
+        for (int step = 0; step < 2; ++step) {
+            const uint64_t b = operand(group * 2 + step);
+            if (group == 0 && step == 0)
+                wgmma<true, false, false>(s, k[step], b);
+            else if (latent)
+                wgmma<true, false>(s, k[step], b);
+            else
+                wgmma<false, false>(s, k[step], b);
+        }
         wgmma_commit();
     }
 }
@@ -120,41 +134,64 @@ DEVICE uint32_t lane_offset_of_keys() {
 }
 
 DEVICE void score(const Params& p, const WorkRange& range, SharedStorage& shared) {
-    const uint32_t target = shared_address(shared.scores) + lane_offset_of_scores();
     PipelineState<STAGES> tiles;  // at the stage of the warp's keys
     tiles.advance(reread_thread_index() % WARPGROUP / 32);
-    uint32_t empty = 1, slot = 0;
+    PipelineState<P_STAGES> p_state;
+    const auto publish = [&](int valid, Boundary end) {
+        publish_tile(shared, p_state, reread_thread_index() % WARPGROUP == 0, valid, end);
+    };
+    // 32 bits, of which the compiler must know none: it would mask those of each operand.
+    const uint32_t queries = warp_uniform(static_cast<uint32_t>(k_major_descriptor(shared_address(shared.q[0]))));
     WorkTileIterator work_tiles(p, range);
     WorkTile work;
     while (work_tiles.next(work)) {
-        load_queries(p, work, shared, slot);
-        slot ^= 1;
+        load_queries(p, work, shared);
+        RowSums sums = {};
+        bool first = true;
 #pragma unroll 1
-        for (uint32_t tile = 0; !(tile & LAST_TILE);) {
+        for (;; first = false) {
             KeyScores s;
             wait_barrier(shared.full[tiles.index], tiles.phase);
-            const uint32_t stage = shared_address(shared.kv[tiles.index]);
-            tile = shared.tile[tiles.index];
+            const uint32_t stage = shared_address(shared.kv[tiles.index]), tile = shared.tile[tiles.index];
+            const int valid = tile & ~LAST_TILE;
             const OwnScales own(stage + first_key() % STAGE_KEYS * KEY_PITCH);
-            own.publish(shared.key_scales[empty], first_key());
-            if (threadIdx.x % WARPGROUP == 0) shared.key_scales[empty].tile = tile;
-            multiply_keys(stage + lane_offset_of_keys(), k_major_descriptor(warp_uniform(shared_address(shared.q[0]))),
-                          own, s);
-            fence_async_proxy();  // orders the reads before the copies that reuse the stage
-            __syncwarp();
-            arrive_for_warp(shared.empty[tiles.index]);
-            tiles.advance(TILE_STAGES);
-            wait_barrier(shared.scores_empty, empty);
-            empty ^= 1;
+            const uint32_t value_factors = own.value_factors();
+            multiply_keys(stage + lane_offset_of_keys(), queries, own, s);
+            tiles.advance(TILE_STAGES);  // PV warps free the stages, once they have the tile's P
+            wait_barrier(shared.p_empty[p_state.index], p_state.phase ^ 1);
+            TileHandoff& to = shared.handoff[p_state.index];
+            // 0 times the NaN that a key which does not exist may have is NaN
+            uint16_t* const factors = &to.value_factor[threadIdx.x % 4][first_key()];
+            factors[0] = first_key() < valid ? value_factors : 0;
+            factors[8] = first_key() + 8 < valid ? value_factors >> 16 : 0;
+            const KeyUnit keys[2] = {KeyUnit(own.exponent[0]), KeyUnit(own.exponent[1])};
             wgmma_wait<0>();
             fence_registers(s);
+            if (valid < TILE_TOKENS) mask_missing(s, first_key(), valid);
+            PairedWeights weights;
+            RowSums own_sums;
+            bool raised = first;
+#pragma unroll 1
+            for (;; raised = true) {
+                if (raised) raise_maxima(s, keys, shared, to, sums);
+                const bool exceeds = exponentiate(s, keys, shared, weights, own_sums);
+                if (raised || !named_barrier_any<WARPGROUP>(QK_BARRIER, exceeds)) break;
+            }
 #pragma unroll
-            for (int i = 0; i < ROWS / 2; ++i) s[i] *= power_of_two(own.exponent[i / 2 % 2]);
-            write_scores(target, s);
-            __syncwarp();
-            arrive_for_warp(shared.scores_full);
+            for (int i = 0; i < ROWS / 4; ++i) sums[i] += own_sums[i];
+            store_weights(shared_address(shared.p[p_state.index]), weights);
+            if (reread_thread_index() % WARPGROUP == 0)
+                *reinterpret_cast<uint4*>(to.raised) = make_uint4(raised && !first, 0, 0, 0);
+            if (tile & LAST_TILE) {
+                normalise_rows(p, work, shared, to, sums);
+                publish(valid, work.whole() ? END_OF_OUTPUT_TILE : END_OF_SPLIT);
+                break;
+            }
+            publish(TILE_TOKENS, INSIDE);
         }
     }
+    wait_barrier(shared.p_empty[p_state.index], p_state.phase ^ 1);
+    publish(0, END_OF_RANGE);
 }
 
 }  // namespace paged_mla_decode
