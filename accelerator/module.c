@@ -2,7 +2,7 @@
 
 #include <string.h>
 
-enum { ABI = 7 };
+enum { ABI = 8 };
 
 static PyObject **first_of(PyObject *object, References references) {
   return (PyObject **)((char *)object + references.offset);
@@ -54,7 +54,7 @@ static int start(PyObject *module) {
                  PyModule_AddIntMacro(module, MOST_TENSORS) || PyModule_AddIntMacro(module, MOST_KEYED) ||
                  PyModule_AddIntMacro(module, MOST_LAUNCHES) ||
                  add_type(module, "Sender", &sender_spec) || add_type(module, "Walk", &walk_spec) ||
-                 add_type(module, "Paths", &paths_spec)
+                 add_type(module, "Paths", &paths_spec) || add_type(module, "Ring", &ring_spec)
              ? -1
              : 0;
 }

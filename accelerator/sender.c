@@ -48,24 +48,6 @@ static int write_value(const Sender *self, unsigned char *at, char code, const V
   return -1;
 }
 
-static PyObject *entry_of(const Sender *self, const unsigned char *parameters) {
-  PyObject *bytes = PyBytes_FromStringAndSize((const char *)parameters, self->size);
-  if (bytes == NULL) return NULL;
-  PyObject *entry = PyTuple_Pack(3, self->launch, bytes, self->stream);
-  Py_DECREF(bytes);
-  return entry;
-}
-
-static int note(const Sender *self, const unsigned char *parameters) {
-  PyObject *entry = self->entry != NULL ? Py_NewRef(self->entry) : entry_of(self, parameters);
-  PyObject *recorded = entry == NULL ? NULL : call_one(self->record, entry);
-  PyObject *number = recorded == NULL ? NULL : PyIter_Next(self->launches);
-  Py_XDECREF(entry);
-  Py_XDECREF(recorded);
-  Py_XDECREF(number);
-  return number == NULL ? -1 : 0;
-}
-
 int fill(const Sender *self, const Value *values, Parameters *parameters) {
   memcpy(parameters->bytes, self->bytes, (size_t)self->size);
   for (Py_ssize_t i = 0; i < self->count; i++) {
@@ -74,13 +56,14 @@ int fill(const Sender *self, const Value *values, Parameters *parameters) {
   return 0;
 }
 
-int launch(const Sender *self, Parameters *parameters, int *code) {
-  if (note(self, parameters->bytes)) return -1;
+int launch(const Sender *self, Parameters *parameters) {
+  note((Ring *)self->ring, self->launch, self->stream, (const char *)parameters->bytes, self->size);
   void *pointers[1] = {parameters->bytes};
+  int code;
   Py_BEGIN_ALLOW_THREADS  // a full queue waits
-  *code = self->call(self->config, self->function, pointers, NULL);
+  code = self->call(self->config, self->function, pointers, NULL);
   Py_END_ALLOW_THREADS
-  return 0;
+  return code;
 }
 
 static PyObject *send(PyObject *object, PyObject *const *given, Py_ssize_t count) {
@@ -91,20 +74,20 @@ static PyObject *send(PyObject *object, PyObject *const *given, Py_ssize_t count
   Value values[MOST_FIELDS];
   for (Py_ssize_t i = 0; i < count; i++) values[i] = (Value){given[i], 0, 0.0};
   Parameters parameters;
-  int code;
-  return fill(self, values, &parameters) || launch(self, &parameters, &code) ? NULL : PyLong_FromLong(code);
+  return fill(self, values, &parameters) ? NULL : PyLong_FromLong(launch(self, &parameters));
 }
 
 static PyObject *new_sender(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
-  static char *names[] = {"call",   "replace", "config", "function", "parameters", "fields", "launch",
-                          "stream", "record",  "launches", "kept",   "entry",      NULL};
+  static char *names[] = {"call",   "replace", "config", "function", "parameters", "fields",
+                          "launch", "stream",  "ring",   "kept",     NULL};
   Sender *self = allocate(type);
   if (self == NULL) return NULL;
   unsigned long long call, replace, config, function;
   int parsed = PyArg_ParseTupleAndKeywords(
-      arguments, keywords, "KKKKSSOOOOO|O", names, &call, &replace, &config, &function, &self->parameters,
-      &self->fields, &self->launch, &self->stream, &self->record, &self->launches, &self->kept, &self->entry);
-  if (hold_all((PyObject *)self, REFERENCES(Sender, parameters, entry), parsed) == NULL) return NULL;
+      arguments, keywords, "KKKKSSOOOO", names, &call, &replace, &config, &function, &self->parameters, &self->fields,
+      &self->launch, &self->stream, &self->ring, &self->kept);
+  if (parsed && !is_ring(self->ring)) parsed = PyErr_Format(PyExc_TypeError, "ring: expected a Ring") != NULL;
+  if (hold_all((PyObject *)self, REFERENCES(Sender, parameters, kept), parsed) == NULL) return NULL;
   self->call = (LaunchKernelEx)(uintptr_t)call;
   self->replace = (ReplaceAddress)(uintptr_t)replace;
   self->config = (const void *)(uintptr_t)config;
@@ -116,7 +99,7 @@ static PyObject *new_sender(PyTypeObject *type, PyObject *arguments, PyObject *k
   return (PyObject *)self;
 }
 
-static void free_sender(PyObject *object) { release(object, REFERENCES(Sender, parameters, entry)); }
+static void free_sender(PyObject *object) { release(object, REFERENCES(Sender, parameters, kept)); }
 
 static PyMethodDef methods[] = {
     {"send", (PyCFunction)(void (*)(void))send, METH_FASTCALL, "send(*values): launch; the driver's CUresult."},

@@ -36,8 +36,7 @@ typedef struct {
   const void *config;  // a CUlaunchConfig, which nobody writes
   void *function;
   PyObject *parameters, *fields;  // bytes
-  PyObject *launch, *stream, *record, *launches, *kept;
-  PyObject *entry;  // of the history where no parameter changes, else NULL
+  PyObject *launch, *stream, *ring, *kept;
   Py_ssize_t size, count;
   const char *bytes;
   const Field *field;
@@ -105,7 +104,12 @@ void *allocate(PyTypeObject *type);
 // Give back the memory of an object and what it refers to.
 void release(PyObject *object, References references);
 
-extern PyType_Spec sender_spec, walk_spec, paths_spec;
+extern PyType_Spec sender_spec, walk_spec, paths_spec, ring_spec;
+
+// The last launches. Keep one, with a copy of its parameters.
+typedef struct Ring Ring;
+int is_ring(PyObject *object);
+void note(Ring *ring, PyObject *launch, PyObject *stream, const char *parameters, Py_ssize_t size);
 
 typedef struct Walk Walk;
 enum { FAILED = -1, OTHERWISE = 0, SENT = 1, UNLIKE = 2 };
@@ -129,5 +133,5 @@ typedef struct {
 // Write the parameters with these values, one for each field; -1: a Python error is set.
 int fill(const Sender *sender, const Value *values, Parameters *parameters);
 
-// Launch with these parameters. 0: `code` is the driver's CUresult; -1: a Python error is set, and nothing was launched.
-int launch(const Sender *sender, Parameters *parameters, int *code);
+// Launch with these parameters; the driver's CUresult.
+int launch(const Sender *sender, Parameters *parameters);

@@ -4,7 +4,7 @@ from setuptools import Extension, setup
 
 extension = Extension(
     "cubin_runtime_accelerator",
-    ["module.c", "sender.c", "walk.c", "paths.c", "forms.c"],
+    ["module.c", "sender.c", "walk.c", "paths.c", "forms.c", "history.c"],
     depends=["sender.h"],
     py_limited_api=True,
     extra_compile_args=["-O2", "-Wall"],

@@ -393,8 +393,7 @@ static int launch_all(const Walk *self, PyObject *senders, const Call *call) {
   int filled = fill_all(self, senders, call, parameters);
   if (filled != SENT) return filled;
   for (int i = 0; i < self->launches; i++) {
-    int code;
-    if (launch((Sender *)PyCFunction_GetSelf(PyTuple_GetItem(senders, i)), &parameters[i], &code)) return FAILED;
+    int code = launch((Sender *)PyCFunction_GetSelf(PyTuple_GetItem(senders, i)), &parameters[i]);
     if (code && !i) return OTHERWISE;  // Python's walk asks the driver again, and explains its answer
     if (code) {
       PyObject *error = PyObject_CallFunction(self->failed, "i", code);

@@ -148,7 +148,7 @@ class CLoop:
         ctypes.CDLL("libcuda.so.1", mode=ctypes.RTLD_GLOBAL)
         self._loop = ctypes.CDLL(str(library)).loop
         self._loop.restype, self._loop.argtypes = ctypes.c_double, [ctypes.c_void_p] * 3 + [ctypes.c_int]
-        (launch, parameters, _) = runtime.driver.history(runtime.driver.current_context())._ring[-1]
+        (launch, parameters, _) = runtime.driver.history(runtime.driver.current_context()).ring.entries()[-1]
         plan = launch.plan
         config = launch_config(plan.grid, plan.block, plan.shared_bytes, plan.attributes)
         size, alignment = plan.layout.size, plan.layout.alignment

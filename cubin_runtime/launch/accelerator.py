@@ -7,7 +7,7 @@ from functools import cache
 from struct import Struct
 from typing import Any
 
-_ABI = 7
+_ABI = 8
 # The attributes that it reads, and the rows of its tables, as its C declares them.
 NAMES = ("_current_level", "of_legacy", "owner", "claimed")
 MAX_FIELDS = 64

@@ -8,6 +8,7 @@ from itertools import count
 from typing import Protocol
 
 from ..values import dataclass
+from .accelerator import accelerator
 from .structs import StructLayout
 
 KEPT = 16
@@ -47,27 +48,52 @@ class Recorded(Protocol):
         ...
 
 
-class LaunchHistory:
-    """A ring of the last launches: ``record`` appends (what, parameter bytes, stream) atomically, ``tick`` counts.
+Entry = tuple[Recorded, bytes, int]  # what, parameter bytes, stream
 
-    ``counter`` is what ``tick`` takes the next number of.
-    """
+
+class Ring:
+    """The last launches in plain Python; the accelerator has the same in C."""
 
     def __init__(self) -> None:
-        self._ring: deque[tuple[Recorded, bytes, int]] = deque(maxlen=KEPT)
-        self.record: Callable[[tuple[Recorded, bytes, int]], None] = self._ring.append
-        self.counter = count()
-        self.tick: Callable[[], int] = self.counter.__next__
+        self._kept: deque[Entry] = deque(maxlen=KEPT)
+        self._counter = count()
+
+    def record(self, entry: Entry) -> None:
+        """Keep a launch as the last; threads may do so side by side."""
+        self._kept.append(entry)
+        next(self._counter)
 
     @property
     def launches(self) -> int:
-        """The number of calls of ``tick``."""
-        return int(self.counter.__reduce__()[1][0])  # the next number
+        """The number of those that were recorded."""
+        return int(self._counter.__reduce__()[1][0])  # the next number
+
+    def entries(self) -> list[Entry]:
+        """The launches that are kept, the last at the end."""
+        return list(self._kept.copy())
+
+    def clear(self) -> None:
+        """Forget the launches that are kept."""
+        self._kept.clear()
+
+
+class LaunchHistory:
+    """The last launches in a context: ``record`` keeps one, and ``ring`` is what they are kept in."""
+
+    def __init__(self) -> None:
+        module = accelerator()
+        self.ring: Ring = Ring() if module is None else module.Ring()
+        self.record: Callable[[Entry], None] = self.ring.record
+
+    @property
+    def launches(self) -> int:
+        """The number of launches so far."""
+        return self.ring.launches
 
     def records(self) -> tuple[LaunchRecord, ...]:
         """The last launches, newest last."""
-        return tuple(what.record_of(parameters, stream) for what, parameters, stream in self._ring.copy())
+        return tuple(what.record_of(parameters, stream) for what, parameters, stream in self.ring.entries())
 
     def clear(self) -> None:
         """Forget all launches, for instance after a fault was handled."""
-        self._ring.clear()
+        self.ring.clear()

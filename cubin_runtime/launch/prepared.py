@@ -110,7 +110,6 @@ class PreparedLaunches:
         for number, block in enumerate(blocks):
             config, function, arguments = block.config_on(stream), block.function, block.arguments
             history.record((block.launch, block.view.tobytes(), stream))
-            history.tick()
             begin = profiler.enter(block.launch.plan.kernel) if profiler else 0.0
             code = self.call(config, function, arguments, None)
             if profiler:
@@ -414,7 +413,7 @@ class RepeatedLaunches:
         """``moving`` are the numbers of the values that ``send`` writes; ``call`` is the driver's function."""
         self._blocks = [(block, block.writing(moving), block.config_on(stream)) for block in blocks]
         self._stream, self._call, self._failed = stream, call, failed
-        self._record, self._tick = history.record, history.tick
+        self._record = history.record
 
     def renew(self, values: Sequence[Any], maps: Mapping[int, bytes]) -> None:
         """Write all values of the next launches.
@@ -435,7 +434,6 @@ class RepeatedLaunches:
         for block, write, config in self._blocks:
             write(values, maps)
             self._record((block.launch, block.view.tobytes(), self._stream))
-            self._tick()
             code = self._call(config, block.function, block.arguments, None)
             if code:
                 if sent:

@@ -127,10 +127,8 @@ def in_c(module: Any, prepared: PreparedLaunches, written: frozenset[int]) -> Ma
             fields=packed(FIELD, fields),
             launch=launch,
             stream=stream,
-            record=history.record,
-            launches=history.counter,
+            ring=history.ring,
             kept=config,
-            **({} if fields else {"entry": (launch, parameters, stream)}),
         )
         return sender.send  # type: ignore[no-any-return]
 
@@ -144,7 +142,7 @@ def by_ctypes(prepared: PreparedLaunches, written: frozenset[int]) -> Maker:
     thread that finds none makes one.
     """
     call, descriptor, profiler = prepared.call, prepared.descriptor, prepared.profiler
-    record, tick = prepared.history.record, prepared.history.tick
+    record = prepared.history.record
 
     def make(launch: PreparedLaunch, stream: int, contents: Mapping[str, object]) -> Callable[..., int]:
         changing = [item for item in launch.inputs if item.value in written]
@@ -163,7 +161,6 @@ def by_ctypes(prepared: PreparedLaunches, written: frozenset[int]) -> Maker:
             if values:
                 block.write(values, descriptor)
             record((launch, block.view.tobytes(), stream))
-            tick()
             begin = profiler.enter(launch.plan.kernel) if profiler else 0.0
             code = call(config, block.function, block.arguments, None)
             if profiler:

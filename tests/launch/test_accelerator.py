@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -12,6 +14,7 @@ import pytest
 from cubin_runtime.errors import UsageError
 from cubin_runtime.launch import accelerator
 from cubin_runtime.launch.driver import Driver, DriverCallError
+from cubin_runtime.launch.history import KEPT, LaunchHistory, Ring
 from cubin_runtime.launch.modules import KernelRequest, LoadedKernel, ModuleCache
 from cubin_runtime.launch.prepared import OtherContextError, PreparedLaunches
 from cubin_runtime.launch.senders import senders_of
@@ -24,6 +27,12 @@ needs_accelerator = pytest.mark.skipif(
 )
 NAMES = ("out", "batch", "scale")
 Send = Callable[..., Any]
+
+
+class Launch:
+    """What refers to the ring that holds it."""
+
+    ring: Any
 
 
 def send(prepared: PreparedLaunches, make: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Send, bool]:
@@ -142,6 +151,46 @@ def test_launches_are_recorded_and_counted(
 
 
 @needs_accelerator
+def test_both_rings_keep_the_same_launches() -> None:
+    python, c = Ring(), LaunchHistory().ring
+    assert type(c) is accelerator.accelerator().Ring
+    for number in range(3 * KEPT):
+        entry = (cast(Any, f"launch {number}"), bytes([number]) * (number * 200), number)
+        for ring in (python, c):
+            ring.record(entry)
+            assert ring.launches == number + 1
+        assert c.entries() == python.entries()
+        assert len(c.entries()) == min(number + 1, KEPT)
+    for ring in (python, c):
+        ring.clear()
+        assert ring.entries() == []
+        assert ring.launches == 3 * KEPT
+        ring.record(entry)
+        assert ring.entries() == [entry]
+
+
+@needs_accelerator
+def test_a_ring_lets_its_launches_go() -> None:
+    ring = accelerator.accelerator().Ring()
+    launch = Launch()
+    launch.ring, alive = ring, weakref.ref(launch)
+    ring.record((launch, b"", 0))
+    del ring, launch
+    gc.collect()
+    assert alive() is None
+
+
+@needs_accelerator
+@pytest.mark.parametrize("entry", [None, (), ("launch", "text", 0), ("launch", b"")])
+def test_a_ring_refuses_what_is_no_launch(entry: Any) -> None:
+    ring = accelerator.accelerator().Ring()
+    with pytest.raises(TypeError):
+        ring.record(entry)
+    assert ring.launches == 0
+    assert ring.entries() == []
+
+
+@needs_accelerator
 def test_a_refusal_of_the_driver_is_explained(
     prepared: PreparedLaunches, standin: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,7 +238,7 @@ def test_a_sender_takes_a_value_for_each_field() -> None:
         "parameters": bytes(16),
         "fields": accelerator.FIELD.pack(8, b"Q"),
     }
-    given |= {"launch": None, "stream": 0, "record": print, "launches": None, "kept": None}
+    given |= {"launch": None, "stream": 0, "ring": LaunchHistory().ring, "kept": None}
     with pytest.raises(TypeError, match="2 values, expected 1"):
         make(**given).send(1, 2)
 
