@@ -6,7 +6,7 @@
 //                           P = softmax, in registers --> pipeline in shared memory
 //   two PV warpgroups       O^T += V^T P^T, half of the columns each, V^T converted and scaled in registers
 //
-// Warpgroups and pipelines are those of paged_mla_decode_e4m3.cu with bf16 queries.
+// Queries and PV warpgroups are those of paged_mla_decode_e4m3.cu with bf16 queries; there two other warps compute P.
 //
 // Build: -DSPARSE=1 -DLATENT=512 -DROPE=64 -DKV_E4M3=1 -DQ_E4M3=0 -DROWS=64 -DTILE_TOKENS=64 -DBOX_COLUMNS=64
 //        -DSPLIT_TILES=n -DSTAGES=n -DKERNEL_NAME=symbol
