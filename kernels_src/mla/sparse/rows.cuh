@@ -18,6 +18,17 @@ constexpr uint32_t LAST_TILE = 1u << 31;
 // Rows that are still to be copied wait in a ring, of which each producer warp has every so many-th RING_SHARE.
 constexpr int ROW_RING = 2 * TILE_TOKENS, RING_SHARE = 16;
 
+// The low half of the descriptor of queries in shared memory, 32 bits of which the compiler must know none: it would
+// mask those of each operand.
+DEVICE uint32_t queries_at(uint32_t address) {
+    return warp_uniform(static_cast<uint32_t>(k_major_descriptor(address)));
+}
+
+// The operand so many bytes behind.
+DEVICE uint64_t queries_operand(uint32_t queries, uint32_t bytes) {
+    return (k_major_descriptor(0) & 0xffffffff00000000) | (queries + (bytes >> 4));
+}
+
 DEVICE uint32_t multiply_fp16(uint32_t a, uint32_t b) {
     const __half2 product = __hmul2(*reinterpret_cast<const __half2*>(&a), *reinterpret_cast<const __half2*>(&b));
     return *reinterpret_cast<const uint32_t*>(&product);

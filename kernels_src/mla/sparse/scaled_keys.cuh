@@ -37,19 +37,15 @@ struct OwnScales {
         }
     }
 
-    // Two scales of a key, divided by 2^exponent, in fp16.
-    DEVICE uint32_t factors(int i, int first, int second) const {
-        const float inverse = power_of_two(-exponent[i]);
-        return pack_fp16(scale[i][first] * inverse, scale[i][second] * inverse);
-    }
+    // A scale of a key, divided by 2^exponent.
+    DEVICE float factor(int i, int block) const { return scale[i][block] * power_of_two(-exponent[i]); }
 
-    // Of the block lane % 4, of both keys.
+    // Of the block lane % 4, of both keys, in fp16.
     DEVICE uint32_t value_factors() const {
         uint32_t of_block[SCALE_BLOCKS];
 #pragma unroll
         for (int block = 0; block < SCALE_BLOCKS; ++block)
-            of_block[block] =
-                pack_fp16(scale[0][block] * power_of_two(-exponent[0]), scale[1][block] * power_of_two(-exponent[1]));
+            of_block[block] = pack_fp16(factor(0, block), factor(1, block));
         const bool odd = threadIdx.x % 2;
         return threadIdx.x % 4 < 2 ? (odd ? of_block[1] : of_block[0]) : (odd ? of_block[3] : of_block[2]);
     }
@@ -65,7 +61,8 @@ struct FragmentFactors {
             const float inverse = power_of_two(-own.exponent[i]);
             rope[i] = pack_bf16(inverse, inverse);
 #pragma unroll
-            for (int block = 0; block < SCALE_BLOCKS; ++block) latent[i][block] = own.factors(i, block, block);
+            for (int block = 0; block < SCALE_BLOCKS; ++block)
+                latent[i][block] = pack_fp16(own.factor(i, block), own.factor(i, block));
         }
     }
 };
@@ -79,10 +76,7 @@ DEVICE void multiply_keys(uint32_t keys, uint32_t queries, const OwnScales& own,
     const auto load = [&](int i) {
         ldmatrix_x4(raw[i % (AHEAD + 1)], keys + (i < LATENT_LOADS ? i * 32 : ROPE_BYTE + (i - LATENT_LOADS) * 32));
     };
-    const auto operand = [&](int step) {
-        const uint32_t offset = step / 4 * BOX_BYTES + step % 4 * 32;
-        return (k_major_descriptor(0) & 0xffffffff00000000) | (queries + (offset >> 4));
-    };
+    const auto operand = [&](int step) { return queries_operand(queries, step / 4 * BOX_BYTES + step % 4 * 32); };
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i) load(i);
 #pragma unroll
@@ -140,8 +134,7 @@ DEVICE void score(const Params& p, const WorkRange& range, SharedStorage& shared
     const auto publish = [&](int valid, Boundary end) {
         publish_tile(shared, p_state, reread_thread_index() % WARPGROUP == 0, valid, end);
     };
-    // 32 bits, of which the compiler must know none: it would mask those of each operand.
-    const uint32_t queries = warp_uniform(static_cast<uint32_t>(k_major_descriptor(shared_address(shared.q[0]))));
+    const uint32_t queries = queries_at(shared_address(shared.q[0]));
     WorkTileIterator work_tiles(p, range);
     WorkTile work;
     while (work_tiles.next(work)) {

@@ -21,12 +21,8 @@ DEVICE void multiply_scaled_keys(uint32_t row, uint32_t scales, const SharedStor
                                  Scores& s, Meanwhile meanwhile) {
     uint32_t raw[2][GROUP_LOADS][4], a[2][GROUP_STEPS][4];
     float sums[2][ROWS / 2];
-    // 32 bits, of which the compiler must know none: it would mask those of each operand.
-    const uint32_t queries = warp_uniform(static_cast<uint32_t>(k_major_descriptor(shared_address(shared.q))));
-    const auto operand = [&](int step) {
-        const uint32_t offset = step / 4 * QUERY_BOX_BYTES + step % 4 * 32;
-        return (k_major_descriptor(0) & 0xffffffff00000000) | (queries + (offset >> 4));
-    };
+    const uint32_t queries = queries_at(shared_address(shared.q));
+    const auto operand = [&](int step) { return queries_operand(queries, step / 4 * QUERY_BOX_BYTES + step % 4 * 32); };
     const auto load = [&](int group) {  // those behind the latent ones are of rope columns
         const uint32_t at = group < LATENT_GROUPS ? row + group * GROUP_LOADS * 32
                                                   : row + ROPE_BYTE + (group - LATENT_GROUPS) * GROUP_LOADS * 32;

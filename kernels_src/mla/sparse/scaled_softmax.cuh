@@ -54,6 +54,14 @@ DEVICE bool exponentiate(const KeyScores& s, const KeyUnit (&keys)[2], const Sha
     return max(largest & 0xffff, largest >> 16) > MAX_P;
 }
 
+// Combines what the lanes have of a row, number i of RowSums, and stores it as the warp's.
+template <class Combine>
+DEVICE void combine_lanes(float part, int i, int thread, SharedStorage& shared, Combine combine) {
+    const int lane = thread % 32;
+    for (int other = 4; other < 32; other *= 2) part = combine(part, __shfl_xor_sync(~0u, part, other));
+    if (lane < 4) shared.row_parts[thread / 32][i / 2 * 8 + lane * 2 + i % 2] = part;
+}
+
 // Raises the maxima of a tile's rows, and rescales the sums so far.
 DEVICE void raise_maxima(const KeyScores& s, const KeyUnit (&keys)[2], SharedStorage& shared, TileHandoff& to,
                          RowSums& sums) {
@@ -63,10 +71,9 @@ DEVICE void raise_maxima(const KeyScores& s, const KeyUnit (&keys)[2], SharedSto
         const RowPair rows = row_pair(shared, j);
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
-            float top = fmaxf(keys[0].excess(s[4 * j + row], rows.scale[row], 0.f),
-                              keys[1].excess(s[4 * j + 2 + row], rows.scale[row], 0.f));
-            for (int other = 4; other < 32; other *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, other));
-            if (lane < 4) shared.row_parts[thread / 32][8 * j + lane * 2 + row] = top;
+            const float top = fmaxf(keys[0].excess(s[4 * j + row], rows.scale[row], 0.f),
+                                    keys[1].excess(s[4 * j + 2 + row], rows.scale[row], 0.f));
+            combine_lanes(top, 2 * j + row, thread, shared, [](float a, float b) { return fmaxf(a, b); });
         }
     }
     named_barrier_sync<WARPGROUP>(QK_BARRIER);
@@ -103,13 +110,11 @@ DEVICE void mask_missing(KeyScores& s, int key, int existing) {
 
 // Publishes how rows become rows of the output, or their statistics, at the end of a work tile.
 DEVICE void normalise_rows(const Params& p, const WorkTile& work, SharedStorage& shared, TileHandoff& to,
-                           RowSums& sums) {
-    const int thread = reread_thread_index() % WARPGROUP, lane = thread % 32;
+                           const RowSums& sums) {
+    const int thread = reread_thread_index() % WARPGROUP;
 #pragma unroll
-    for (int i = 0; i < ROWS / 4; ++i) {
-        for (int other = 4; other < 32; other *= 2) sums[i] += __shfl_xor_sync(~0u, sums[i], other);
-        if (lane < 4) shared.row_parts[thread / 32][i / 2 * 8 + lane * 2 + i % 2] = sums[i];
-    }
+    for (int i = 0; i < ROWS / 4; ++i)
+        combine_lanes(sums[i], i, thread, shared, [](float a, float b) { return a + b; });
     named_barrier_sync<WARPGROUP>(QK_BARRIER);
     const int split = work.splits.slot(work.splits.index);
     if (thread == 0) to.slot = split, to.rows = work.rows, to.counter = work.splits.counter;
