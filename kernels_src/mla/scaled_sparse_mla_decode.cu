@@ -46,7 +46,8 @@ DEVICE void load(const Params& p, const WorkRange& range, SharedStorage& shared,
             stages.advance(LIST_WARPS);
         }
     };
-    walk_lists<LIST_WARPS>(p, WorkTileIterator(p, range), shared.rows_to_copy, warp, [](const WorkTile&) {}, copy);
+    walk_lists<LIST_WARPS>(
+        p, WorkTileIterator(p, range), shared.rows_to_copy, warp, [] {}, [](const WorkTile&) {}, copy);
 }
 
 DEVICE void init_barriers(SharedStorage& shared) {

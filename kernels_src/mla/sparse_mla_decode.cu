@@ -1,7 +1,7 @@
 // MLA decode over lists in clusters, 16 or 32 query rows at a time. As few_rows_mla_decode.cu, with other producers:
 //
 //   4 producer warps   a list's entries; its holes are left out; one bulk copy per row --> pipeline of half tiles
-//   QK warps           S^T = K Q^T of 16 keys each; softmax; P^T --> shared memory
+//   QK warps           the first queries; S^T = K Q^T of 16 keys each; softmax; P^T --> shared memory
 //   PV warps           O^T += V^T P^T, 64 columns each
 //
 // A tile of the pipeline has 64 entries that name a row, the last of a list fewer, and says how many keys it has and
@@ -32,11 +32,10 @@ extern "C" __global__ void __launch_bounds__(paged_mla_decode::THREADS, 1)
     SharedStorage& shared = dynamic_shared_storage<SharedStorage>();
     if (threadIdx.x == FIRST_QK_THREAD) init_barriers(shared);
     wait_for_previous_grid();
-    __syncthreads();
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-    cluster_arrive_relaxed();
     if (warp >= FIRST_QK_THREAD / 32) {
         set_registers<QK_REGISTERS>();
+        arrive_in_cluster();
         score(p, shared);
     } else if (warp >= FIRST_PRODUCER_THREAD / 32) {
         set_registers<PRODUCER_REGISTERS>();
@@ -47,6 +46,7 @@ extern "C" __global__ void __launch_bounds__(paged_mla_decode::THREADS, 1)
         wait_for_cluster();
     } else {
         set_registers<CONSUMER_REGISTERS>();
+        arrive_in_cluster();
         consume(p, shared);
     }
 }

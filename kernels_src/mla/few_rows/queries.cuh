@@ -31,4 +31,13 @@ DEVICE void copy_queries(const Params& p, const WorkTile& work, uint32_t stage, 
     __syncwarp();
 }
 
+#if SPARSE
+// Of QK warps, since producers wait for the entries of lists.
+DEVICE void copy_first_queries(const Params& p, const WorkTile& work, SharedStorage& shared, int warp) {
+    const int stage = warp / STAGE_WARPS;
+    if (stage < QUERY_STAGES)
+        copy_queries(p, work, shared_address(shared.stages[stage]), shared_address(&shared.full[stage]), warp);
+}
+#endif
+
 }  // namespace paged_mla_decode

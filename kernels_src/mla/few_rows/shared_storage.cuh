@@ -33,7 +33,7 @@ constexpr int QUERY_BOX_BYTES = ROWS * 128;  // 64 columns of all rows
 // Threads: PV warps, each with 64 columns of the output (the consumers), producer warps, QK warps, each with 16 keys of
 // a tile and one or two eights of the rows.
 constexpr int CONSUMER_WARPS = CONSUMERS / 32;
-constexpr int PRODUCER_WARPS = 4;
+constexpr int PRODUCER_WARPS = 4, STAGE_WARPS = PRODUCER_WARPS / STAGES_OF_TILE;  // that fill a stage together
 constexpr int KEY_WARPS = TILE_TOKENS / 16;  // QK warps with the same rows
 constexpr int QK_WARPS = KEY_WARPS * (ROWS / 8 / ROW_EIGHTS);
 constexpr int FIRST_PRODUCER_THREAD = CONSUMERS;
@@ -55,6 +55,7 @@ static_assert(CONSUMERS * CONSUMER_REGISTERS + 32 * (PRODUCER_WARPS * PRODUCER_R
 constexpr int QK_BARRIER = 2;
 constexpr int FIRST_SHARE_BARRIER = 3;  // of so many as there are KEY_WARPS
 constexpr int QUERIES_BARRIER = FIRST_SHARE_BARRIER + KEY_WARPS;  // where PV warps give QK warps the first queries
+constexpr int START_BARRIER = QUERIES_BARRIER + 1;  // of all warps
 
 // A tile's P, in a pipeline of P_STAGES.
 constexpr int P_STAGES = 2;

@@ -1,6 +1,7 @@
 // QK warps of the sparse kernel in clusters for bf16 rows: S^T = K Q^T of 16 keys and half of the columns each, queries
 // in registers.
 #pragma once
+#include "../few_rows/queries.cuh"
 #include "list_tiles.cuh"
 
 namespace paged_mla_decode {
@@ -28,8 +29,10 @@ DEVICE void score(const Params& p, SharedStorage& shared) {
     RowMerge row_merge;
     ClusterTileIterator work_tiles(p);
     WorkTile work;
+    bool first = true;
 #pragma unroll 1
-    while (work_tiles.next(work)) {
+    for (; work_tiles.next(work); first = false) {
+        if (first) copy_first_queries(p, work, shared, warp);
         Queries q;
         wait_barrier(shared.full[kv_state.index], kv_state.phase);
         q.load(p, work, shared, shared_address(shared.stages[kv_state.index]), warp);

@@ -10,7 +10,13 @@ namespace paged_mla_decode {
 DEVICE int cluster_rank() { return blockIdx.x; }
 DEVICE int cluster_size_log2() { return __popc(gridDim.x - 1); }
 
-// After cluster_arrive_relaxed(). A launch without clusters would wait forever.
+// Waits until the CTA's barriers are initialised, and tells the cluster. By each role where it needs them.
+DEVICE void arrive_in_cluster() {
+    named_barrier_sync<THREADS>(START_BARRIER);
+    cluster_arrive_relaxed();
+}
+
+// After arrive_in_cluster(). A launch without clusters would wait forever.
 DEVICE void wait_for_cluster() {
     if (gridDim.x > 1) cluster_wait();
 }
@@ -76,13 +82,21 @@ DEVICE int first_column(int warp, int m) { return (warp * COLUMN_TILES + m) * 16
 // The thread's two rows of eight, and by what their sums are multiplied at last.
 struct TwoRows {
     int first, exist;  // of the output tile; how many of the two
-    int64_t at;  // in the output, of the first; in elements
     float2 factor;
+    int64_t at[2];  // in the output, where the thread's two stores of its first group go; in elements
 
-    DEVICE TwoRows(const Params& p, const WorkTile& work, int eight, const SharedStorage& shared)
+    // `column`: of the thread's first group.
+    DEVICE TwoRows(const Params& p, const WorkTile& work, int eight, int column, const SharedStorage& shared)
         : first(eight * 8 + threadIdx.x % 4 * 2), exist(work.rows - first),
-          at(work.request * p.out_token_stride + (work.row_tile * ROWS + first) * p.out_head_stride),
-          factor(*reinterpret_cast<const float2*>(&shared.factor_out[first])) {}
+          factor(*reinterpret_cast<const float2*>(&shared.factor_out[first])) {
+        const int pair = threadIdx.x % 32 / 4;
+        const int64_t row = work.request * p.out_token_stride + (work.row_tile * ROWS + first) * p.out_head_stride;
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+            at[i] =
+                row + column +
+                (KV_E4M3 ? i * p.out_head_stride + pair * 2 : pair % 2 * p.out_head_stride + i * 8 + pair - pair % 2);
+    }
 };
 
 template <int TYPE>
@@ -93,26 +107,23 @@ DEVICE void store_two(const Params& p, int64_t at, float low, float high) {
         *reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(p.out) + at) = pack_two<TYPE>(low, high);
 }
 
-// Stores 16 columns of the thread's two rows, of which it has the columns that Output says. With e4m3 rows these are
-// neighbours; otherwise lanes exchange columns, so that each has two of one row.
+// Stores the group so many columns behind the thread's first: 16 columns of its two rows, of which it has those that
+// Output says. With e4m3 rows these are neighbours; otherwise lanes exchange columns, so that each has two of one row.
 template <int TYPE>
-DEVICE void store_group(const Params& p, const TwoRows& rows, int column, const float4& sums) {
-    const int pair = threadIdx.x % 32 / 4;
+DEVICE void store_group(const Params& p, const TwoRows& rows, int columns, const float4& sums) {
     const float v[2][2] = {{sums.x * rows.factor.x, sums.y * rows.factor.y},
                            {sums.z * rows.factor.x, sums.w * rows.factor.y}};
     if constexpr (KV_E4M3) {
 #pragma unroll
         for (int i = 0; i < 2; ++i)
-            if (i < rows.exist)
-                store_two<TYPE>(p, rows.at + i * p.out_head_stride + column + pair * 2, v[0][i], v[1][i]);
+            if (i < rows.exist) store_two<TYPE>(p, rows.at[i] + columns, v[0][i], v[1][i]);
     } else {
-        const int odd = pair % 2;
+        const int odd = threadIdx.x / 4 % 2;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const float got = __shfl_xor_sync(~0u, v[half][1 - odd], 4);
             if (odd < rows.exist)
-                store_two<TYPE>(p, rows.at + odd * p.out_head_stride + column + half * 8 + pair - odd,
-                                odd ? got : v[half][0], odd ? v[half][1] : got);
+                store_two<TYPE>(p, rows.at[half] + columns, odd ? got : v[half][0], odd ? v[half][1] : got);
         }
     }
 }
@@ -133,12 +144,12 @@ DEVICE void store_groups(const Params& p, const WorkTile& work, int warp, const 
                          const Output& out) {
 #pragma unroll
     for (int n = 0; n < ROWS / 8; ++n) {
-        const TwoRows rows(p, work, n, shared);
+        const TwoRows rows(p, work, n, first_column(warp, 0), shared);
         store_as_type(p, [&](auto type) {
 #pragma unroll
             for (int m = 0; m < COLUMN_TILES; ++m) {
                 const float (&own)[4] = out[m][n];
-                store_group<type>(p, rows, first_column(warp, m), make_float4(own[0], own[1], own[2], own[3]));
+                store_group<type>(p, rows, m * 16, make_float4(own[0], own[1], own[2], own[3]));
             }
         });
     }
@@ -234,8 +245,8 @@ DEVICE void add_part(const float (&weights)[CTA_PARTS][ROWS], const Output& earl
 DEVICE void merge_groups(const Params& p, const WorkTile& work, int warp, int half, const SharedStorage& shared) {
     constexpr int MOST = OUTPUT_GROUPS / 2 / CONSUMER_WARPS;  // groups of a warp
     const uint32_t lane = threadIdx.x % 32, own = OUTPUT_GROUPS >> cluster_size_log2();
-    const TwoRows rows(p, work, half * 2 + warp % 2, shared);
     const auto group = [&](int i) -> uint32_t { return warp + i * CONSUMER_WARPS; };
+    const TwoRows rows(p, work, half * 2 + warp % 2, (cluster_rank() * own + warp) / 2 * 16, shared);
     const float2* parts = &shared.row_parts[0][rows.first];
     const float4* sent = &shared.merge[warp][lane];
     float4 sums[MOST];
@@ -263,9 +274,7 @@ DEVICE void merge_groups(const Params& p, const WorkTile& work, int warp, int ha
     store_as_type(p, [&](auto type) {
 #pragma unroll
         for (int i = 0; i < MOST; ++i)
-            if (group(i) < own) {
-                store_group<type>(p, rows, (cluster_rank() * own + group(i)) / 2 * 16, sums[i]);
-            }
+            if (group(i) < own) store_group<type>(p, rows, i * CONSUMER_WARPS / 2 * 16, sums[i]);
     });
 }
 

@@ -110,8 +110,10 @@ DEVICE void consume(const Params& p, SharedStorage& shared) {
 #pragma unroll
             for (int i = 0; i < ROWS / 2; ++i) out[m][i / 4][i % 4] *= unit;
         }
-        __threadfence_block();  // otherwise the arrival may overtake these loads
-        release(shared.sums_empty);
+        if (work_tiles.has_next()) {
+            __threadfence_block();  // otherwise the arrival may overtake these loads
+            release(shared.sums_empty);
+        }
         sums_parity ^= 1;
 #endif
         if constexpr (CTA_PARTS > 1) {

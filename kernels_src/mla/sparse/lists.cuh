@@ -5,7 +5,7 @@
 namespace paged_mla_decode {
 
 // Of a list, each lane has loaded its entries of so many tiles that come next.
-constexpr int TILES_AHEAD = ROWS > 16 ? 2 : 1;
+constexpr int TILES_AHEAD = 2;
 constexpr int LIST_AHEAD = 1024;  // entries of a list, which a warp brings to L2 at a time: a line for each lane
 
 // Rows that only this CTA reads must not displace lists, partials and code from L2.
@@ -67,9 +67,11 @@ DEVICE void report_invalid_slot(const Params& p) {
 // Calls `begin(work)` for each work tile, then `copy(head, count, last)` for each of its tiles, whose `count` rows
 // begin at `head` of the ring. Entries that name a row are put together in the list's order, so that only the last tile
 // of a work tile has fewer than TILE_TOKENS keys and holes cost no more than the reading of the list. WARPS warps walk
-// the same lists, each of which puts every so many-th RING_SHARE rows into the ring; one reports invalid slots.
-template <int WARPS, class Iterator, class Begin, class Copy>
-DEVICE void walk_lists(const Params& p, Iterator work_tiles, const void** ring, int warp, Begin begin, Copy copy) {
+// the same lists, each of which puts every so many-th RING_SHARE rows into the ring; one reports invalid slots. `ready`
+// is called while the first entries are in flight.
+template <int WARPS, class Iterator, class Ready, class Begin, class Copy>
+DEVICE void walk_lists(const Params& p, Iterator work_tiles, const void** ring, int warp, Ready ready, Begin begin,
+                       Copy copy) {
     const int lane = threadIdx.x % 32;
     WorkTile work;
     const int* list;
@@ -98,6 +100,7 @@ DEVICE void walk_lists(const Params& p, Iterator work_tiles, const void** ring, 
     // Copies go past the last row of a work tile.
     for (int i = lane; i < ROW_RING / WARPS; i += 32)
         ring[(i / RING_SHARE * WARPS + warp) * RING_SHARE + i % RING_SHARE] = p.kv_cache;
+    ready();
     __syncwarp();
     uint32_t head;  // of the rows in the ring
     int count;
@@ -128,8 +131,8 @@ DEVICE void walk_lists(const Params& p, Iterator work_tiles, const void** ring, 
                 if (turn == 0)
                     take(next[0]);
                 else
-                    take(next[TILES_AHEAD - 1]);
-                turn = (turn + 1) % TILES_AHEAD;
+                    take(next[1]);
+                turn ^= 1;
                 __syncwarp();
                 continue;
             }

@@ -8,7 +8,16 @@ namespace paged_mla_decode {
 
 constexpr int OWN_ROWS = TILE_TOKENS / PRODUCER_WARPS;  // of a tile, that a warp copies
 static_assert(OWN_ROWS == RING_SHARE);
-constexpr int STAGE_WARPS = PRODUCER_WARPS / STAGES_OF_TILE;  // that fill a stage together
+
+// Stages that a warp has in flight at most, where this many CTAs share a few output tiles, one each. While most
+// multiprocessors read rows of 656 bytes, longer queues only let some of them, which share their way to L2 with fewer
+// others, end sooner.
+constexpr int MOST_IN_FLIGHT = 2, BUSY_CTAS = 96;
+
+DEVICE bool limits_in_flight(const Params& p) {
+    return SCALED && ROWS == 16 && gridDim.x > 1 && gridDim.x * gridDim.y >= BUSY_CTAS &&
+           gridDim.y == p.batch * row_tile_count(p, 1);
+}
 
 // Neighbouring warps fill every second stage.
 DEVICE void load(const Params& p, SharedStorage& shared) {
@@ -17,17 +26,29 @@ DEVICE void load(const Params& p, SharedStorage& shared) {
     const uint64_t policy = row_l2_policy(p);
     PipelineState<STAGES> kv_state;
     kv_state.advance(half);
+    const bool limited = limits_in_flight(p);
+    PipelineState<STAGES> landing;  // the first stage in flight, if `limited`
+    int in_flight;
+    bool first_tile = true;  // whose queries QK warps copy
     const auto begin = [&](const WorkTile& work) {
-        if (half < QUERY_STAGES) {
+        if (half < QUERY_STAGES && !first_tile) {
             wait_barrier(shared.empty[kv_state.index], kv_state.phase ^ 1);
             copy_queries(p, work, shared_address(shared.stages[kv_state.index]),
                          shared_address(&shared.full[kv_state.index]), warp);
         }
+        first_tile = false;
         kv_state.advance(QUERY_STAGES);
+        landing = kv_state, in_flight = 0;
     };
     const auto copy = [&](uint32_t head, int count, uint32_t last) {
         const int own = copied_rows(min(max(count - first, 0), OWN_ROWS));
         const uint32_t full = shared_address(&shared.full[kv_state.index]);
+        if (limited && in_flight == MOST_IN_FLIGHT) {
+            wait_barrier(shared.full[landing.index], landing.phase);
+            landing.advance(STAGES_OF_TILE);
+        } else {
+            ++in_flight;
+        }
         wait_barrier(shared.empty[kv_state.index], kv_state.phase ^ 1);
         if (lane == 0) {
             if (warp % STAGE_WARPS == 0) shared.tile[kv_state.index] = count | last;
@@ -40,7 +61,8 @@ DEVICE void load(const Params& p, SharedStorage& shared) {
         __syncwarp();
         kv_state.advance(STAGES_OF_TILE);
     };
-    walk_lists<PRODUCER_WARPS>(p, ClusterTileIterator(p), shared.rows_to_copy, warp, begin, copy);
+    walk_lists<PRODUCER_WARPS>(
+        p, ClusterTileIterator(p), shared.rows_to_copy, warp, [] { arrive_in_cluster(); }, begin, copy);
 }
 
 }  // namespace paged_mla_decode

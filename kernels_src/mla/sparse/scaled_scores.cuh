@@ -2,6 +2,7 @@
 // registers, converted to fp16, and queries in shared memory. Each block of 128 columns has sums of its own, which are
 // multiplied by the keys' scales.
 #pragma once
+#include "../few_rows/queries.cuh"
 #include "list_tiles.cuh"
 
 namespace paged_mla_decode {
@@ -115,6 +116,7 @@ DEVICE void score(const Params& p, SharedStorage& shared) {
     bool first = true;
 #pragma unroll 1
     for (; work_tiles.next(work); first = false) {
+        if (first) copy_first_queries(p, work, shared, warp);
         take_queries(first, kv_state, work.rows, shared, warp);
         kv_state.advance(QUERY_STAGES);
         Rows rows;
