@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any, Final
 
 from ..errors import DeviceError, UsageError
@@ -103,6 +104,15 @@ def resolve_backend(operator: str, backend: str, device: DeviceFacts) -> str:
     return name
 
 
+@lru_cache(maxsize=256)  # every first call of a form asks
+def automatic_backend(operator: str, backend: str, capability: tuple[int, int]) -> str | None:
+    """The backend for ``backend`` where it needs neither a warning nor an error; else None."""
+    for name, support in TABLE[operator].items():
+        if backend in (AUTO, name) and capability in support.automatic:
+            return name
+    return None
+
+
 def check_device_facts(facts: Any) -> DeviceFacts | None:
     """The argument ``device_facts``, a name looked up; ``UsageError`` for anything but a described device or None."""
     if isinstance(facts, str):
@@ -123,10 +133,9 @@ def find_backend(operator: str, backend: str, device: DeviceFacts) -> str:
         backend = NATIVE
     if backend != AUTO and backend not in backends:
         raise UsageError(f"expected {AUTO} or one of {', '.join(backends)}", argument="backend", value=repr(backend))
+    if name := automatic_backend(operator, backend, device.capability):
+        return name
     candidates = backends if backend == AUTO else {backend: backends[backend]}
-    for name, support in candidates.items():
-        if device.capability in support.automatic:
-            return name
     for name, support in candidates.items():
         if device.capability in support.built:
             if backend == AUTO and device.capability not in support.followed:

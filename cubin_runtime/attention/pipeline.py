@@ -14,7 +14,7 @@ from ..launch.streams import stream_handle
 from ..launch.workspace import SemaphoreWorkspace, Workspace, check_workspace, scratch_sizes
 from ..tensor import is_torch, view_of
 from ..values import dataclass
-from .backends import check_device_facts, resolve_backend
+from .backends import automatic_backend, check_device_facts, resolve_backend
 from .described_tensors import describe_tensors
 from .fast_path.notes import Launched, Resized, note_launch, note_unrepeatable
 from .hook import installed
@@ -253,7 +253,8 @@ def _launches(
     """A call with the options that it is planned with, and its launches; it is checked first."""
     operator.check(call)
     device = device_facts or _device_of(operator, runtime, call)
-    resolve_backend(operator.name, call.options.backend, device)
+    if not automatic_backend(operator.name, call.options.backend, device.capability):
+        resolve_backend(operator.name, call.options.backend, device)
     options = operator.planned_options(call, kept_bound)
     if options is not call.options:
         call = operator.call(call.tensors, options)
