@@ -45,6 +45,13 @@ def paged_context(tensor: Tensors, tokens: int, batch: int, bound: int) -> Argum
     return {**given, "max_seq_len": 1000, "max_q_len": bound}
 
 
+def scaled_context(tensor: Tensors, tokens: int, batch: int, bound: int) -> Arguments:
+    """The same over an e4m3 cache with scales of each request."""
+    caches = {name: tensor(f"{name}_e4m3", "float8_e4m3fn", 100, 64, 8, 128) for name in ("k", "v")}
+    scales = {name: tensor(name, "float32", batch, 8) for name in ("k_scale", "v_scale")}
+    return {**paged_context(tensor, tokens, batch, bound), **caches, **scales}
+
+
 def ragged_context(tensor: Tensors, tokens: int, batch: int, bound: int) -> Arguments:
     """Prompts over ragged keys, without a bound."""
     sums = {name: tensor(name, "int32", batch + 1) for name in ("q_cu_seq_lens", "kv_cu_seq_lens")}
@@ -106,6 +113,7 @@ def latent_parts(tensor: Tensors, tokens: int, batch: int, bound: int) -> Argume
 
 OPERATORS: Mapping[str, tuple[Callable[..., Any], Callable[..., Arguments]]] = {
     "context_attention over pages": (context_attention, paged_context),
+    "context_attention over scaled pages": (context_attention, scaled_context),
     "context_attention over ragged keys": (context_attention, ragged_context),
     "context_attention of even requests": (context_attention, even_context),
     "append_kv": (append_kv, append),

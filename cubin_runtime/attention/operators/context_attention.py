@@ -311,15 +311,18 @@ def _resizer(call: AttentionCall, device: DeviceFacts, release: NativeRelease) -
     if call.tensors["seq_lens"].strides != (1,):  # which is allowed for a single request
         return None
     problem, planned = _problem(call), call.tensors.sized
+    # Scales of each request and KV head have a row for each request; others stay as they are.
+    scales = [name for name in KV_SCALES if name in planned and len(call.tensors[name].shape) == 2]
+    of_requests = ("page_table", "seq_lens", *scales)
     shape, like = _shape(call, problem), dict[tuple[str, ...], list[NativeLaunch[Any]]]()
 
     def resized(sizes: Mapping[str, int]) -> Sequence[NativeLaunch[Any]] | None:
         tokens, batch, q_len = sizes["q"], sizes["seq_lens"], sizes.get("max_q_len", _MOST)
         of_rows = dict.fromkeys(("q", "out", "lse"), tokens)
-        of_calls = {**planned, **of_rows, "page_table": batch, "seq_lens": batch, "q_cu_seq_lens": batch + 1}
+        of_calls = {**planned, **of_rows, **dict.fromkeys(of_requests, batch), "q_cu_seq_lens": batch + 1}
         if any(sizes[name] != of_calls[name] for name in planned):
             return None
-        if not (_LEAST_RESIZED <= tokens <= _MOST and 1 <= q_len <= _MOST):
+        if not (_LEAST_RESIZED <= tokens <= _MOST and 1 <= q_len <= _MOST and batch >= 1):
             return None
         of_call: dict[str, Any] = {"batch": batch, "tokens": tokens, "q_len": min(tokens, q_len)}
         other = replaced(problem, **of_call)

@@ -162,6 +162,41 @@ def test_lengths_of_several_requests_lie_side_by_side_whatever_those_of_one_did(
     assert kinds == ["launched", "launched", "launched", "UsageError"]
 
 
+@pytest.mark.parametrize("name", ["context_attention over scaled pages"])
+@pytest.mark.parametrize("rows", [1, 4, 64])
+def test_scales_of_each_request_have_as_many_rows_as_the_call_has_requests(
+    caller: Caller, calls: list[Call], rows: int
+) -> None:
+    memory, outcomes = caller.memory, []
+    scales = {name: memory.tensor("float32", rows, 8) for name in ("k_scale", "v_scale")}
+    changes = {**scales, "workspace": replace(BUFFERS, context=caller.runtime.driver.primary_context(0))}
+    for requests in (rows, rows, rows, 7, rows + 1, rows):
+        table, lens = (replace(calls[0].arguments[name]) for name in ("page_table", "seq_lens"))
+        own = {"page_table": replace(table, shape=(requests, 16)), "seq_lens": replace(lens, shape=(requests,))}
+        tokens = 70 + len(outcomes)
+        of_tokens = {name: memory.tensor("bfloat16", tokens, 64, 128) for name in ("q", "out")}
+        sums = memory.tensor("int32", requests + 1)
+        call = calls[0].changed(**of_tokens, **own, **changes, q_cu_seq_lens=sums, lse=None)
+        outcomes.append(caller.outcome(call))
+        assert outcomes[-1] == caller.in_full(call)
+    assert ["symbol" in came[0] for came in outcomes] == [True, True, True, False, False, True]
+
+
+@pytest.mark.parametrize("name", ["context_attention over pages"])
+def test_no_requests_are_refused_as_the_full_path_does(caller: Caller, calls: list[Call]) -> None:
+    for call in calls[:4]:
+        caller.outcome(call)
+    table, lens = (calls[4].arguments[name] for name in ("page_table", "seq_lens"))
+    none = calls[4].changed(
+        page_table=replace(table, shape=(0, 16)),
+        seq_lens=replace(lens, shape=(0,)),
+        q_cu_seq_lens=caller.memory.tensor("int32", 1),
+    )
+    came = caller.outcome(none)
+    assert came == caller.in_full(none)
+    assert came[0] == "UsageError"
+
+
 @pytest.mark.parametrize("name", ["context_attention over pages"])
 @pytest.mark.parametrize("longest", [900, 60000])
 @pytest.mark.parametrize(
