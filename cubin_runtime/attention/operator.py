@@ -139,8 +139,7 @@ class CallTensors(dict[str, TensorView]):
             uneven = unit > 1 and gcd(*strides[:-1]) % unit
             if uneven and [s for size, s in zip(shape[:-1], strides, strict=False) if size > 1 and s % unit]:
                 raise UsageError(f"strides {strides}, expected multiples of {unit} elements", argument=arg.name)
-            overlapping = arg.written and 0 in strides
-            if overlapping and 0 in [stride for size, stride in zip(shape, strides, strict=True) if size > 1]:
+            if arg.written and _overlap(shape, strides):
                 raise UsageError(f"strides {strides}, expected no overlapping elements", argument=arg.name)
             if arg.contiguous and not view.is_contiguous:
                 raise UsageError(
@@ -156,6 +155,18 @@ class CallTensors(dict[str, TensorView]):
             if spec != expected:
                 words = tuple(spec) if spec else "of no tensor", tuple(expected) if expected else "no tensor"
                 raise UsageError(f"dtype, shape, strides, device {words[0]}, planned for {words[1]}", argument=name)
+
+
+def _overlap(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Return whether elements share an address, as far as nested dimensions tell: each steps over all of those with
+    smaller strides."""
+    extent = 0
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if size > 1:
+            if stride <= extent:
+                return True
+            extent += (size - 1) * stride
+    return False
 
 
 @dataclass(frozen=True, slots=True)

@@ -183,6 +183,20 @@ def test_two_tokens_at_one_address_are_refused(name: str) -> None:
         check(tensors.changed(name, strides=strides))
 
 
+@pytest.mark.parametrize(
+    ("name", "strides"), [("out", (64, 4096, 1)), ("out", (4096, 64, 1)), ("lse", (1, 1)), ("lse", (63, 1))], ids=repr
+)
+def test_rows_that_lie_within_others_are_refused(name: str, strides: tuple[int, ...]) -> None:
+    tensors = replace(GOOD, lse=TensorView.contiguous(0x1000, "float32", (4, 64)))
+    with pytest.raises(UsageError, match=f"{name}: strides .* expected no overlapping elements"):
+        check(tensors.changed(name, strides=strides))
+
+
+@pytest.mark.parametrize("strides", [(128, 512, 1), (8192 + 8, 128, 1), (1 << 20, 256, 1)], ids=repr)
+def test_rows_between_others_are_no_overlap(strides: tuple[int, ...]) -> None:
+    check(GOOD.changed("out", strides=strides))
+
+
 def test_tables_of_keys_and_of_values_hold_as_many_keys_each() -> None:
     tables = GOOD.changed("page_table", **contiguous((4, 2, 16), "int32"))
     check(tables, max_seq_len=1024)

@@ -61,6 +61,7 @@ _SAME = {dtype: (dtype,) for dtype in _KV_DTYPES}
 Q_DTYPES = {**{dtype: (dtype,) for dtype in DTYPES_16}, E4M3: DTYPES_16}
 _MOST = 1 << 30  # tokens: positions and windows added to them fit an int32
 _LEAST_RESIZED = 2  # tokens: the stride between those of one does not count
+_PER_TOKEN = ("out", "lse")  # what is written of each token
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,6 +311,9 @@ def _resizer(call: AttentionCall, device: DeviceFacts, release: NativeRelease) -
         return None
     if call.tensors["seq_lens"].strides != (1,):  # which is allowed for a single request
         return None
+    written = [call.tensors[name].strides for name in _PER_TOKEN if name in call.tensors]
+    if any(max(strides) > strides[0] for strides in written):  # more tokens may share addresses
+        return None
     problem, planned = _problem(call), call.tensors.sized
     # Scales of each request and KV head have a row for each request; others stay as they are.
     scales = [name for name in KV_SCALES if name in planned and len(call.tensors[name].shape) == 2]
@@ -318,7 +322,7 @@ def _resizer(call: AttentionCall, device: DeviceFacts, release: NativeRelease) -
 
     def resized(sizes: Mapping[str, int]) -> Sequence[NativeLaunch[Any]] | None:
         tokens, batch, q_len = sizes["q"], sizes["seq_lens"], sizes.get("max_q_len", _MOST)
-        of_rows = dict.fromkeys(("q", "out", "lse"), tokens)
+        of_rows = dict.fromkeys(("q", *_PER_TOKEN), tokens)
         of_calls = {**planned, **of_rows, **dict.fromkeys(of_requests, batch), "q_cu_seq_lens": batch + 1}
         if any(sizes[name] != of_calls[name] for name in planned):
             return None

@@ -183,6 +183,17 @@ def test_scales_of_each_request_have_as_many_rows_as_the_call_has_requests(
 
 
 @pytest.mark.parametrize("name", ["context_attention over pages"])
+def test_tokens_between_heads_are_as_many_as_there_is_room_for(caller: Caller, calls: list[Call]) -> None:
+    memory, outcomes = caller.memory, []
+    for tokens in (20, 30, 40, 64, 65):
+        out = replace(memory.tensor("bfloat16", tokens, 64, 128), strides=(128, 64 * 128, 1))
+        call = calls[0].changed(q=memory.tensor("bfloat16", tokens, 64, 128), out=out, lse=None)
+        outcomes.append(caller.outcome(call))
+        assert outcomes[-1] == caller.in_full(call)
+    assert ["symbol" in came[0] for came in outcomes] == [True] * 4 + [False]
+
+
+@pytest.mark.parametrize("name", ["context_attention over pages"])
 def test_no_requests_are_refused_as_the_full_path_does(caller: Caller, calls: list[Call]) -> None:
     for call in calls[:4]:
         caller.outcome(call)
