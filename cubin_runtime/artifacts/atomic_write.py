@@ -72,7 +72,16 @@ def give_to_owner(descriptor: int, folder: int) -> None:
 
 
 def replace_file(file: Path, data: bytes) -> None:
-    """Give a user's file new content, whole or not at all; a link stays a link, and mode and owner stay.
+    """Give a user's file new content; see ``replacing``."""
+    with replacing(file) as descriptor:
+        write_all(descriptor, data)
+
+
+@contextmanager
+def replacing(file: Path) -> Iterator[int]:
+    """Descriptor of a user's file's new content, which it gets when the block ends well, whole or not at all.
+
+    A link stays a link, and mode and owner stay.
 
     Raises:
         OSError: it cannot be written.
@@ -85,7 +94,7 @@ def replace_file(file: Path, data: bytes) -> None:
             before = None
         mode = None if before is None else stat.S_IMODE(before.st_mode)
         with new_file(real.name, directory=folder, mode=mode) as descriptor:
-            write_all(descriptor, data)
+            yield descriptor
             if before is None:
                 give_to_owner(descriptor, folder)
             else:

@@ -82,6 +82,9 @@ def example_decision(shapes: Shapes, kernels: KernelFinder, policy: Policy) -> D
     return decide(problem, kernels, occupancy, policy, batch_invariant=shapes.batch_invariant)
 
 
+_MOST_DIGITS = 9  # of a number of clusters
+
+
 def occupancy_of(name: str, model: object, multiprocessors: int) -> Occupancy:
     """The occupancy model of an argument ``name`` that stands for the driver's: ``floor``, ``gpc18`` or ``const:N``.
 
@@ -93,8 +96,8 @@ def occupancy_of(name: str, model: object, multiprocessors: int) -> Occupancy:
     if model == "gpc18":
         return lambda meta, cluster, grid: 8 * (18 // cluster)
     word, _, number = str(model).partition(":")
-    if word != "const" or not number.isdecimal():
-        raise UsageError(f"{name}={model!r}: expected floor, gpc18 or const:N")
+    if word != "const" or not number.isdecimal() or len(number) > _MOST_DIGITS:
+        raise UsageError(f"{name}={model!r:.60}: expected floor, gpc18 or const:N, N of up to {_MOST_DIGITS} digits")
     return lambda meta, cluster, grid: int(number)
 
 

@@ -7,8 +7,9 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+from ..artifacts.atomic_write import replacing
 from ..artifacts.library import Library
 from ..artifacts.releases.catalog import open_kernel_index
 from ..config import Config
@@ -59,13 +60,25 @@ def decide_all(cases: Path, out: Path | None, kernels: KernelFinder, *, both: bo
         return
     count = 0
     try:
-        with out.open("w", encoding="ascii") as opened:
+        with _written(out) as opened:
             for decision in decisions:
                 opened.write(decision + "\n")
                 count += 1
     except OSError as error:
         raise StoreError(f"{out}: cannot be written: {error.strerror}") from error
     output.note_line(f"{count} cases decided, written to {out}")
+
+
+@contextmanager
+def _written(out: Path) -> Iterator[IO[str]]:
+    """A file that is replaced when the block ends well; a pipe or a device is written to."""
+    if out.exists() and not out.is_file():
+        with out.open("w", encoding="ascii") as opened:
+            yield opened
+        return
+    out.parent.stat()  # a folder that is not there is not made
+    with replacing(out) as descriptor, open(descriptor, "w", encoding="ascii", closefd=False) as opened:
+        yield opened
 
 
 def kernels_of(config: Config, release: str) -> KernelFinder:
@@ -84,8 +97,17 @@ def kernels_of(config: Config, release: str) -> KernelFinder:
 
 def _read_case(case: str) -> dict[str, Any]:
     if case == "-":
-        return case_in(sys.stdin.read(), "standard input")
+        return case_in(_standard_input(), "standard input")
     return case_in(b"".join(read_lines(Path(case))), case)
+
+
+def _standard_input() -> bytes:
+    if sys.stdin is None:
+        raise UsageError("standard input: is closed, expected a case")
+    try:
+        return sys.stdin.buffer.read()
+    except OSError as error:
+        raise UsageError(f"standard input: cannot be read: {error.strerror}") from error
 
 
 def _show(decision: Decision, stream: object, policy: Policy, json: bool, candidates: bool) -> None:

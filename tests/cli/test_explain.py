@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import io
 import json
 from itertools import product
 from pathlib import Path
@@ -139,6 +140,42 @@ def test_a_file_of_cases_gives_a_file_of_decisions(
     assert records[1]["error_kind"] == "missing_kernel_in_selection"
 
 
+def test_decisions_may_take_the_place_of_the_cases(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], cases: Path
+) -> None:
+    plain = cases.with_suffix("")
+    plain.write_bytes(gzip.decompress(cases.read_bytes()))
+    run(capsys, *arguments, "--cases", plain, "--out", plain)
+    assert [json.loads(line)["ok"] for line in plain.read_text().splitlines()] == [True, False]
+
+
+def test_decisions_that_were_not_all_made_leave_the_file_of_before(
+    arguments: list[str], cases: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out.jsonl"
+    out.write_text("of before")
+    cases.write_bytes(gzip.compress(gzip.decompress(cases.read_bytes()) + b'{"bad": 1}\n'))
+    assert cli.main([*arguments, "--cases", str(cases), "--out", str(out)]) == 2
+    assert out.read_text() == "of before"
+    assert not [file for file in tmp_path.iterdir() if file.name.startswith(".tmp")]
+
+
+def test_decisions_go_to_a_device_as_they_come(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], cases: Path
+) -> None:
+    run(capsys, *arguments, "--cases", cases, "--out", "/dev/null")
+    assert not Path("/dev/null").is_file()
+
+
+@pytest.mark.parametrize("content", [None, b"\xff\xfe", b"[" * 100_000], ids=["closed", "no text", "deep"])
+def test_a_standard_input_without_a_case_is_refused_by_name(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], monkeypatch: pytest.MonkeyPatch, content: bytes | None
+) -> None:
+    monkeypatch.setattr("sys.stdin", None if content is None else io.TextIOWrapper(io.BytesIO(content), "utf-8"))
+    assert cli.main([*arguments, "-"]) == 2
+    assert "standard input: " in capsys.readouterr().err
+
+
 def test_decisions_go_to_the_standard_output_without_a_file(
     capsys: pytest.CaptureFixture[str], arguments: list[str], cases: Path
 ) -> None:
@@ -163,6 +200,7 @@ def test_columns_that_the_release_does_not_have_are_named(
         (["--page", "48"], 2),
         (["--op", "train"], 2),
         (["--occupancy", "all"], 2),
+        (["--occupancy", "const:" + "9" * 5000], 2),
         (["--workspace", "1000"], 9),
         (["--release", "unknown"], 3),
     ],
