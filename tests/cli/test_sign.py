@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from cubin_runtime.artifacts.atomic_write import changing
 from cubin_runtime.artifacts.pins import signed_statement, signing
+from cubin_runtime.artifacts.pins.bounded_toml import read_toml
 from cubin_runtime.artifacts.pins.pin import parse_pins
 from cubin_runtime.cli import main
 from tests.artifacts.releases import Release
@@ -143,3 +145,42 @@ def test_what_is_no_pin_file_is_not_signed(key: Path, environment: Path) -> None
     file.write_text("[other]\n")
     assert main(["sign", str(file), "--key", str(key)]) == 3
     assert not file.with_name("other.toml.sig").exists()
+
+
+def test_a_key_needs_the_name_of_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["keygen", "/"]) == 2
+    assert "expected the name of a new file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ['a"b.toml', "a\\b.toml", "a\nb.toml"], ids=ascii)
+def test_a_file_of_any_name_is_signed(checked: Release, key: Path, name: str, environment: Path) -> None:
+    file = environment / name
+    file.write_bytes(checked.pin_file.read_bytes())
+    assert main(["sign", str(file), "--key", str(key)]) == 0
+    assert read_toml(file.read_bytes(), name)["signed"]["file"] == name
+
+
+def test_a_folder_in_place_of_the_signature_leaves_the_file_as_it_was(
+    checked: Release, key: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = checked.pin_file.read_bytes()
+    beside = checked.pin_file.with_name(checked.pin_file.name + ".sig")
+    beside.mkdir()
+    assert sign(checked, key) == 8
+    assert f"{beside}: is a folder" in capsys.readouterr().err
+    assert checked.pin_file.read_bytes() == before
+
+
+def test_signing_waits_for_another_that_signs(checked: Release, key: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = list[bool]()
+    replace_file = signing.replace_file
+
+    def noted(file: Path, data: bytes) -> None:
+        with pytest.raises(TimeoutError), changing(checked.pin_file, seconds=0.05):
+            pass
+        held.append(True)
+        replace_file(file, data)
+
+    monkeypatch.setattr(signing, "replace_file", noted)
+    assert sign(checked, key) == 0
+    assert held == [True, True]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import os
 import re
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ...errors import StoreError, UsageError
 from ...values import dataclass
-from ..atomic_write import replace_file, write_all
+from ..atomic_write import changing, replace_file, write_all
 from ..bounded_read import digest_of
 from .bounded_toml import read_toml
 from .pin import parse_pins
@@ -59,6 +60,8 @@ def make_key(private: Path) -> KeyPair:
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+    if not private.name:
+        raise UsageError(f"{private}: is a folder, expected the name of a new file")
     public = private.with_name(private.name.removesuffix(".key") + PUBLIC_SUFFIX)
     key = Ed25519PrivateKey.generate()
     pem = serialization.Encoding.PEM
@@ -94,6 +97,16 @@ def sign_pin_file(
     if expires is not None and expires.tzinfo is None:
         raise UsageError(f"expires {expires.isoformat()}: expected a time zone, for example 2027-01-31T00:00:00Z")
     private = [_private_key(key) for key in keys]
+    read_pin_file(file, ())  # else a lock would be left beside no file
+    try:
+        with changing(file):
+            return _signed(file, private, version, expires)
+    except OSError as error:
+        raise StoreError(f"{error.filename or file}: cannot be written: {error.strerror}") from None
+
+
+def _signed(file: Path, private: Sequence[Ed25519PrivateKey], version: int | None, expires: datetime | None) -> Signing:
+    """Sign a file that nobody else changes."""
     data = read_pin_file(file, ())
     pins = parse_pins(data, str(file))
     said = read_statement(data, str(file)) if STATEMENT in read_toml(data, str(file)) else None
@@ -107,7 +120,7 @@ def sign_pin_file(
         raise UsageError(
             f"expires {until.isoformat()}: is past, so that hosts would refuse the file; expected a later time"
         )
-    header = [f"[{STATEMENT}]", f'file = "{file.name}"', f"version = {version}"]
+    header = [f"[{STATEMENT}]", f"file = {json.dumps(file.name)}", f"version = {version}"]
     if until is not None:
         header.append(f"expires = {until.isoformat()}")
     signed = ("\n".join(header) + "\n\n" + _TABLE.sub("", data.decode() + "\n").strip("\n") + "\n").encode()
@@ -115,11 +128,10 @@ def sign_pin_file(
         raise SignatureError(f"{file}: its [{STATEMENT}] table cannot be replaced; write it at the top of the file")
     signatures = [key.sign(signed) for key in private]
     beside = file.with_name(file.name + SIGNATURE_SUFFIX)
-    try:
-        replace_file(file, signed)
-        replace_file(beside, b"".join(base64.b64encode(one) + b"\n" for one in signatures))
-    except OSError as error:
-        raise StoreError(f"{error.filename or file}: cannot be written: {error.strerror}") from None
+    if beside.is_dir():
+        raise StoreError(f"{beside}: is a folder, expected a file or nothing")
+    replace_file(file, signed)
+    replace_file(beside, b"".join(base64.b64encode(one) + b"\n" for one in signatures))
     names = tuple(digest_of(key.public_key().public_bytes_raw())[:16] for key in private)
     return Signing(file, beside, version, None if until is None else until.isoformat(), names)
 
