@@ -10,6 +10,9 @@ from pathlib import Path
 
 from ..errors import StoreError
 
+_APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+_APPEND |= os.O_NONBLOCK  # a FIFO that nobody reads, or not fast enough, is an error and never blocks
+
 
 class AuditLog:
     """Appends lines to a file; several processes may share one, as each write is a single ``O_APPEND`` write.
@@ -36,7 +39,7 @@ class AuditLog:
         common = {"time": now, "pid": os.getpid(), "user": os.getuid(), "event": event}
         text = "".join(json.dumps({**common, **facts}) + "\n" for facts in lines)
         try:
-            handle = os.open(self._file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o640)
+            handle = os.open(self._file, _APPEND, 0o640)
             try:
                 _write(handle, text.encode())
             finally:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -281,6 +282,14 @@ def test_verbose_logs_every_file_with_its_source(release: Release, capsys: pytes
         f"INFO cubin_runtime: fetched {release.path(name)}: {len(data)} bytes from {release.root}"
         for name, data in release.files.items()
     )
+
+
+def test_an_audit_log_that_is_a_fifo_without_a_reader_is_an_error_and_never_blocks(
+    release: Release, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.mkfifo(tmp_path / "audit.fifo")
+    monkeypatch.setenv("CUBIN_RUNTIME_AUDIT", str(tmp_path / "audit.fifo"))
+    assert main(["fetch", "made-1.0", "--source", str(release.root)]) == 8
 
 
 def test_an_audit_log_is_kept_on_request(release: Release, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
