@@ -181,11 +181,14 @@ class ContextSelection(Selection):
         tokens, tile = int(self.kernel.traits["rows"]) // self.packed, int(self.kernel.traits["tile_tokens"])
         q_len = _query_tokens(shape)
         in_front = shape.max_seq_len - q_len
-        ends = (in_front + min(first + tokens, q_len) for first in range(0, q_len, tokens))
-        of_row_tiles = [-(-max(0, end) // tile) for end in ends]
+        longest = -(-max(0, shape.max_seq_len) // tile)  # of the last row tile
         if self.splits:
-            return -(-max(of_row_tiles) // self.splits)
-        return max(sum(of_row_tiles) * shape.batch * shape.head_packs / self.ctas, max(of_row_tiles))
+            return -(-longest // self.splits)
+        # The others end `tokens` after the one before; those that end before the first key have none.
+        skipped = max(0, -in_front // tokens)
+        others = max(0, -(-q_len // tokens) - 1 - skipped)
+        total = longest + floor_sum(others, tile, tokens, in_front + (skipped + 1) * tokens + tile - 1)
+        return max(total * shape.batch * shape.head_packs / self.ctas, longest)
 
     def predicted_us(self, shape: ContextShape) -> float:
         """Microseconds of such a batch, without a merge."""
@@ -195,6 +198,20 @@ class ContextSelection(Selection):
         """Microseconds that a CTA takes for a key tile; the kernel may read a 16-bit copy of the cache."""
         traits = self.kernel.traits
         return (_TILE_US if traits["kv_dtype"] == traits["dtype"] else _E4M3_TILE_US)[shape.head_dim]
+
+
+def floor_sum(count: int, divisor: int, step: int, first: int) -> int:
+    """The sum of (``first`` + i ``step``) // ``divisor`` over i below ``count``, for numbers from 0 on; as Euclid finds
+    a common divisor."""
+    total = 0
+    while True:
+        total += count * (count - 1) // 2 * (step // divisor) + count * (first // divisor)
+        step, first = step % divisor, first % divisor
+        beyond = count * step + first
+        if beyond < divisor:
+            return total
+        count, first = divmod(beyond, divisor)
+        divisor, step = step, divisor
 
 
 def _query_tokens(shape: ContextShape) -> int:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,6 +29,25 @@ def test_dtypes_head_dim_and_soft_cap_decide_the_kernel(dtype: str, head_dim: in
     traits = select_context_attention(KERNELS, shape, H100).kernel.traits
     names = ("dtype", "kv_dtype", "head_dim", "soft_cap")
     assert tuple(traits[name] for name in names) == (dtype, kv_dtype, head_dim, soft_cap)
+
+
+@pytest.mark.parametrize("q_len", [1, 7, 64, 500, 1000, 3001])
+@pytest.mark.parametrize("keys", [1, 40, 500, 1000, 5000])
+@pytest.mark.parametrize("splits", [0, 3])
+def test_key_tiles_are_those_of_each_row_tile(q_len: int, keys: int, splits: int) -> None:
+    shape = replace(SHAPE, batch=3, tokens=3 * q_len, max_seq_len=keys)
+    chosen = replace(select_context_attention(KERNELS, shape, H100), splits=splits)
+    rows, tile = int(chosen.kernel.traits["rows"]) // chosen.packed, int(chosen.kernel.traits["tile_tokens"])
+    ends = [keys - q_len + min(first + rows, q_len) for first in range(0, q_len, rows)]
+    tiles = [math.ceil(max(0, end) / tile) for end in ends]
+    each = max(sum(tiles) * 3 * shape.head_packs / chosen.ctas, max(tiles))
+    assert chosen.key_tiles(shape) == (math.ceil(max(tiles) / splits) if splits else each)
+
+
+def test_the_longest_prompt_is_planned_without_a_list_of_its_tiles() -> None:
+    most = (1 << 31) - 1
+    shape = replace(SHAPE, tokens=most, max_seq_len=most)
+    assert select_context_attention(KERNELS, shape, H100).key_tiles(shape) > 1 << 40
 
 
 def test_twice_as_many_keys_of_half_the_size_stay_in_l2() -> None:
