@@ -15,13 +15,22 @@ from typing import Any
 
 from ..attention.operators.mla_decode import mla_decode
 from ..attention.operators.sparse_mla_decode import LATENT, sparse_mla_decode
-from ..errors import UsageError
+from ..errors import UsageError, WorkspaceError
 from ..values import dataclass
-from .shapes import shape_of
+from .flash_attn.options import check_kinds
+from .renaming import renamed
+from .shapes import is_torch, shape_of
 
 __all__ = ["FlashMLASchedMeta", "flash_mla_with_kvcache", "get_mla_metadata"]
 
 
+_NAMES = {
+    "kv_cache": "k_cache",
+    "page_table": "block_table",
+    "seq_lens": "cache_seqlens",
+    "sinks": "attn_sink",
+    "topk_lens": "topk_length",
+}
 # Kernels subtract a sink from itself, of which infinity is not a number; either leaves 0 of every output.
 _LARGEST_SINK = 1e38
 
@@ -83,6 +92,13 @@ def flash_mla_with_kvcache(
     """
     import torch
 
+    check_kinds(
+        flash_mla_with_kvcache,
+        head_dim_v=head_dim_v,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        is_fp8_kvcache=is_fp8_kvcache,
+    )
     extra = {
         "extra_k_cache": extra_k_cache,
         "extra_indices_in_kvcache": extra_indices_in_kvcache,
@@ -105,9 +121,7 @@ def flash_mla_with_kvcache(
             raise UsageError("is_fp8_kvcache=True: without indices, expected False: no kernel reads rows of 656 bytes")
         if q_len > 1 and not causal:
             raise UsageError(f"causal=False: with {q_len} query tokens per request, expected True")
-        bound = shape_of(block_table, "block_table", 2)[1] * k_cache.shape[1]
-        arguments = {"max_seq_len": bound, "softmax_scale": scale, "out": out, "lse": lse}
-        mla_decode(q, k_cache[:, :, 0], block_table, cache_seqlens, **arguments)
+        _decode_keys(q, k_cache, block_table, cache_seqlens, softmax_scale=scale, out=out, lse=lse)
         lse = lse * math.log(2)
     else:
         if causal:
@@ -116,20 +130,40 @@ def flash_mla_with_kvcache(
             raise UsageError(f"k_cache has dtype {k_cache.dtype}", argument="is_fp8_kvcache", value=is_fp8_kvcache)
         if shape_of(indices, "indices", 3)[:2] != (batch, q_len):
             raise UsageError(f"shape {tuple(indices.shape)}, expected [{batch}, {q_len}, width]", argument="indices")
-        rows, slots = _without_gaps(k_cache, indices.flatten(0, 1))
+        _decode_lists(q, k_cache, indices, attn_sink, topk_length, softmax_scale=scale, out=out, lse=lse)
+    return out, torch.where(lse == -math.inf, math.inf, lse).transpose(1, 2)
+
+
+def _decode_keys(q: Any, cache: Any, table: Any, lengths: Any, **options: Any) -> None:
+    bound = shape_of(table, "block_table", 2)[1] * cache.shape[1]
+    try:
+        mla_decode(q, cache[:, :, 0], table, lengths, max_seq_len=bound, **options)
+    except (UsageError, WorkspaceError) as error:
+        raise renamed(error, _NAMES) from error
+
+
+def _decode_lists(
+    q: Any, cache: Any, indices: Any, sinks: Any, lengths: Any, *, softmax_scale: float, out: Any, lse: Any
+) -> None:
+    for name, tensor in (("attn_sink", sinks), ("topk_length", lengths)):
+        if tensor is not None and not is_torch(tensor):
+            raise UsageError(f"got {type(tensor).__name__}, expected a tensor of torch", argument=name)
+    rows, slots = _without_gaps(cache, indices.flatten(0, 1))
+    try:
         sparse_mla_decode(
             q.flatten(0, 1),
             rows,
             slots,
-            softmax_scale=scale,
-            topk_lens=_of_tokens(topk_length, q_len),
-            sinks=None if attn_sink is None else attn_sink.clamp(max=_LARGEST_SINK),
+            softmax_scale=softmax_scale,
+            topk_lens=_of_tokens(lengths, q.shape[1]),
+            sinks=None if sinks is None else sinks.clamp(max=_LARGEST_SINK),
             lse_base="e",
             lse_sink=False,
             out=out.flatten(0, 1),
             lse=lse.flatten(0, 1),
         )
-    return out, torch.where(lse == -math.inf, math.inf, lse).transpose(1, 2)
+    except (UsageError, WorkspaceError) as error:
+        raise renamed(error, _NAMES) from error
 
 
 def _without_gaps(cache: Any, slots: Any) -> tuple[Any, Any]:

@@ -19,7 +19,10 @@ def shape_of(tensor: Any, name: str, *ranks: int) -> tuple[int, ...]:
     Raises:
         UsageError: it has another rank, or is no tensor.
     """
-    shape = tuple(tensor.shape) if is_torch(tensor) else view_of(tensor, name).shape
+    try:
+        shape = tuple(tensor.shape) if is_torch(tensor) else view_of(tensor, name).shape
+    except RuntimeError as error:  # of torch
+        raise UsageError("a nested tensor, expected one with sizes", argument=name) from error
     if ranks and len(shape) not in ranks:
         raise UsageError(
             f"shape {shape}, expected {' or '.join(str(rank) for rank in ranks)} dimensions", argument=name

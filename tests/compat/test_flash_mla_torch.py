@@ -164,6 +164,20 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "sinks without lists": (dense(attn_sink=torch.zeros(HEADS)), "attn_sink: given without indices"),
     "fp8 without lists": (dense(is_fp8_kvcache=True), "is_fp8_kvcache=True: without indices"),
     "drafts that are not causal": (dense(2), "causal=False: with 2 query tokens per request, expected True"),
+    "sinks that are a number": (call(attn_sink=1.0), "attn_sink: got float, expected a tensor of torch"),
+    "lengths that are a list": (call(topk_length=[1, 2, 3]), "topk_length: got list, expected a tensor of torch"),
+    "sinks of other heads": (call(attn_sink=torch.zeros(3)), "attn_sink: shape"),
+    "lengths of other requests": (call(topk_length=torch.zeros(7, dtype=INT32)), "topk_length: shape"),
+    "a table of other requests": (
+        dense(block_table=torch.zeros(7, 4, dtype=INT32)),
+        "block_table: shape|cache_seqlens: ",
+    ),
+    "lengths of a wrong dtype": (dense(cache_seqlens=torch.zeros(BATCH)), "cache_seqlens: dtype"),
+    "columns that are a tensor": (call(head_dim_v=torch.tensor([512, 3])), "head_dim_v"),
+    "an order that is a tensor": (dense(causal=torch.tensor([1, 0])), "causal"),
+    "an order that is a word": (dense(causal="x"), "causal='x'"),
+    "a form that is a tensor": (call(is_fp8_kvcache=torch.tensor([1, 0])), "is_fp8_kvcache"),
+    "nested queries": (call(q=torch.nested.nested_tensor([torch.zeros(2, 8, 576)] * 3)), "q: a nested tensor"),
     "rank of q": (call(q=torch.zeros(3, HEADS, 576, dtype=BF16)), "q: "),
 }
 
