@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from math import isfinite, prod, sqrt
+from math import prod, sqrt
 from typing import Any, ClassVar
 
 from ..errors import UsageError
@@ -14,7 +14,7 @@ from ..launch.streams import stream_handle
 from ..tensor import TensorView, view_of
 from ..values import dataclass
 from .backends import AUTO
-from .checks import check_dtype, integer
+from .checks import check_dtype, float32_number, integer
 from .operator import LENGTHS, CallTensors, Given, Operator, TensorArg
 from .runtime import Runtime
 
@@ -136,10 +136,8 @@ class AttentionOperator(Operator):
             )
         softmax_scale = scales["softmax_scale"] * scales.get("k_scale", 1.0)
         output_scale = scales["output_scale"] * scales.get("v_scale", 1.0)
-        if not isfinite(softmax_scale):
-            raise UsageError("expected a finite number", argument="softmax_scale", value=softmax_scale)
-        if not isfinite(output_scale):
-            raise UsageError("expected a finite number", argument="output_scale", value=output_scale)
+        for name, product in (("softmax_scale", softmax_scale), ("output_scale", output_scale)):
+            float32_number(name, product)
         return bound, softmax_scale * LOG2_E, output_scale
 
     def options_of_run(self, planned: AttentionOptions, numbers: Sequence[Any]) -> AttentionOptions:

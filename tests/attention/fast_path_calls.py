@@ -130,7 +130,8 @@ class Caller:
         try:
             result = call.function(**call.arguments)
         except (CubinRuntimeError, TypeError, ValueError, AttributeError) as error:
-            message = str(error)
+            message, launched = str(error), len(self.standin.calls("cuLaunchKernelEx"))
+            message += f" after {launched} launches" if launched else ""
             for number, (_, view) in enumerate(self.memory.made[before:]):
                 message = message.replace(str(view.pointer), f"<made {number}>")
             return (type(error).__name__, message)

@@ -11,6 +11,7 @@ from ...launch.accelerator import MAX_FACTORS, NAMES, ROW, SIZE, SOURCE, TEST, a
 from ...launch.prepared import OtherContextError, PreparedLaunches
 from ...launch.senders import NOT_WRITTEN, Senders, senders_of
 from ...launch.streams import stream_handle
+from ..checks import MAX_SCALE
 from .notes import Launched
 from .table import (
     Address,
@@ -229,6 +230,10 @@ class Form:
         return None if self._result is None else slots[self._result]
 
 
+def _is_of_several(source: Source) -> bool:
+    return type(source) is Product and sum(type(factor) is int for factor in source.factors) > 1
+
+
 class PathTable:
     """A table as a path reads it; paths whose launches take the same values share it."""
 
@@ -242,6 +247,10 @@ class PathTable:
         """``written`` are the numbers of the values that each launch takes from a call, ``arguments`` is the number of
         the operator's parameters."""
         self.form, self.values, self.written = Form(table), table.values, written
+        # A product of several numbers may be larger than each of them may be.
+        self.products = [
+            [place for place, number in enumerate(places) if _is_of_several(table.values[number])] for places in written
+        ]
         self.keyed = [number for number, row in enumerate(table.tensors) if row.keyed]
         self.read = [value_reader([table.values[number] for number in places]) for places in written]
         self.walk = walk_options(table, arguments, place, written)
@@ -256,6 +265,7 @@ class Path:
         """``senders`` are those of ``prepared``, which write what the table says."""
         self._form, self._place, self._senders = table.form, place, senders
         self._values, self._keyed, self._written = table.values, table.keyed, table.read
+        self._products = table.products if any(table.products) else None
         self._by_place = isinstance(place, PlaceFinder)
         self.walk = accelerated_walk(table.walk, place, (prepared, senders))
 
@@ -292,11 +302,18 @@ class Path:
         key = self._key(place, addresses)
         try:
             written = [read(slots, addresses) for read in self._written]
+            if self._products is not None and not self._fit(written):
+                return MISS
             self._senders.send(key, place.stream, written, lambda: self._everything(completed, place))
         except OtherContextError:  # whose launches the full path makes
             return MISS
         self._place.record(slots, place.stream, tensors)
         return self._form.result(completed)
+
+    def _fit(self, written: Sequence[Sequence[Any]]) -> bool:
+        """Return whether the products are numbers that float32 can hold; else nothing is sent of several launches."""
+        launches = zip(written, self._products or (), strict=True)
+        return all(-MAX_SCALE <= values[place] <= MAX_SCALE for values, places in launches for place in places)
 
     def _key(self, place: Place, addresses: Sequence[int]) -> tuple[Hashable, ...]:
         """The key that the senders are kept by."""

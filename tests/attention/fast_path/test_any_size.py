@@ -183,6 +183,24 @@ def test_scales_of_each_request_have_as_many_rows_as_the_call_has_requests(
 
 
 @pytest.mark.parametrize("name", ["context_attention over pages"])
+@pytest.mark.parametrize("changes", [{"softmax_scale": 1e38}, {"output_scale": -1e38}], ids=repr)
+def test_scales_whose_product_is_too_large_are_refused_before_a_cache_is_converted(
+    caller: Caller, calls: list[Call], changes: dict[str, float]
+) -> None:
+    caches = {name: caller.memory.tensor("float8_e4m3fn", 100, 64, 8, 128) for name in ("k", "v")}
+    scaled = [call.changed(**caches, k_scale=8.0, v_scale=8.0, softmax_scale=0.1, output_scale=1.0) for call in calls]
+    for call in (*scaled[:5], scaled[4]):
+        caller.outcome(call)
+        too_large = call.changed(**changes)
+        came = caller.outcome(too_large)
+        assert came == caller.in_full(too_large)
+        assert came[0] == "UsageError"
+        (name,) = changes
+        assert came[1].startswith(f"{name}=")
+        assert not caller.standin.calls("cuLaunchKernelEx")
+
+
+@pytest.mark.parametrize("name", ["context_attention over pages"])
 def test_tokens_between_heads_are_as_many_as_there_is_room_for(caller: Caller, calls: list[Call]) -> None:
     memory, outcomes = caller.memory, []
     for tokens in (20, 30, 40, 64, 65):
