@@ -16,7 +16,6 @@ from weakref import ref
 from ...errors import CubinRuntimeError
 from ...launch.senders import Senders, senders_of
 from ...tensor import TensorView
-from ..checks import MAX_SCALE
 from .build import PathBuilder, Signature, UnlikeError, keyed_rows, written_values
 from .guards import KnownForms
 from .notes import Family, Launched, Notes, Resized
@@ -106,7 +105,7 @@ class SizedPath:
         stream, slot = self._place.stream_of(frame.slots, first), self._place.workspace_slot
         workspace = None if slot is None else frame.slots[slot]
         bound = 0 if self._bound is None else frame.slots[self._bound]
-        if stream is None or not self._fit(frame):
+        if stream is None:
             return MISS
         resized = self._resized_to(sizes) if not is_known and self._bases else None
         if resized is not None:
@@ -130,11 +129,6 @@ class SizedPath:
         if is_known:
             self._keep(sizes, self._path_of(plan, plan.bounds[1], launched, workspace), plan)
         return self._form.result(completed)
-
-    def _fit(self, frame: Frame) -> bool:
-        """Return whether the launches' numbers, some of which are products, are those that float32 can hold."""
-        numbers = [frame.value(source, ()) for source in self._numbers]
-        return all(-MAX_SCALE <= number <= MAX_SCALE for number in numbers if type(number) is float)
 
     def _resized_to(self, sizes: tuple[int, ...]) -> Resized | None:
         """The launches of a call of these sizes; None: the full path refuses it."""

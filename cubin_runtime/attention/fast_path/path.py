@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard
 
 from ...errors import CubinRuntimeError
 from ...launch.accelerator import MAX_FACTORS, NAMES, ROW, SIZE, SOURCE, TEST, accelerator, packed
@@ -183,18 +184,26 @@ class Size(NamedTuple):
         return int(frame.slots[self.number]) if self.kind == SLOT else self.number
 
 
+def _may_be_too_large(source: Source) -> TypeGuard[Product]:
+    """Return whether a product may be twice as large as its arguments may be, which float32 cannot hold."""
+    if type(source) is not Product:
+        return False
+    return prod([MAX_SCALE if type(factor) is int else abs(factor) for factor in source.factors]) >= 2 * MAX_SCALE
+
+
 class Form:
     """The calls of a table's form: what they make, and their results."""
 
     def __init__(self, table: CallTable) -> None:
         self.takes, self._addresses = all_hold(table.tests), address_reader(table.tensors)
         self._slots = [row.slot for row in table.tensors]
+        self._products = [source.factors for source in table.values if _may_be_too_large(source)]
         self._forms, self._compared, self._makes, self._result = table.forms, table.compared, table.makes, table.result
 
     def frame(self, arguments: Sequence[Any]) -> Frame | None:
         """The frame of a call, without what it makes; None: it is not of this form."""
         slots = list(arguments)
-        if not self.takes(slots):
+        if not self.takes(slots) or (self._products and not self._fit(slots)):
             return None
         tensors = [slots[slot] for slot in self._slots]
         if not self._forms.are_of(tensors):
@@ -206,6 +215,9 @@ class Form:
         if addresses is None or (self._compared and not self._are_related(addresses)):
             return None
         return Frame(slots, tensors, addresses)
+
+    def _fit(self, slots: Sequence[Any]) -> bool:
+        return all(-MAX_SCALE <= product(factors, slots) <= MAX_SCALE for factors in self._products)
 
     def _are_related(self, addresses: Sequence[int]) -> bool:
         return all(
@@ -230,10 +242,6 @@ class Form:
         return None if self._result is None else slots[self._result]
 
 
-def _is_of_several(source: Source) -> bool:
-    return type(source) is Product and sum(type(factor) is int for factor in source.factors) > 1
-
-
 class PathTable:
     """A table as a path reads it; paths whose launches take the same values share it."""
 
@@ -247,10 +255,6 @@ class PathTable:
         """``written`` are the numbers of the values that each launch takes from a call, ``arguments`` is the number of
         the operator's parameters."""
         self.form, self.values, self.written = Form(table), table.values, written
-        # A product of several numbers may be larger than each of them may be.
-        self.products = [
-            [place for place, number in enumerate(places) if _is_of_several(table.values[number])] for places in written
-        ]
         self.keyed = [number for number, row in enumerate(table.tensors) if row.keyed]
         self.read = [value_reader([table.values[number] for number in places]) for places in written]
         self.walk = walk_options(table, arguments, place, written)
@@ -265,7 +269,6 @@ class Path:
         """``senders`` are those of ``prepared``, which write what the table says."""
         self._form, self._place, self._senders = table.form, place, senders
         self._values, self._keyed, self._written = table.values, table.keyed, table.read
-        self._products = table.products if any(table.products) else None
         self._by_place = isinstance(place, PlaceFinder)
         self.walk = accelerated_walk(table.walk, place, (prepared, senders))
 
@@ -302,18 +305,11 @@ class Path:
         key = self._key(place, addresses)
         try:
             written = [read(slots, addresses) for read in self._written]
-            if self._products is not None and not self._fit(written):
-                return MISS
             self._senders.send(key, place.stream, written, lambda: self._everything(completed, place))
         except OtherContextError:  # whose launches the full path makes
             return MISS
         self._place.record(slots, place.stream, tensors)
         return self._form.result(completed)
-
-    def _fit(self, written: Sequence[Sequence[Any]]) -> bool:
-        """Return whether the products are numbers that float32 can hold; else nothing is sent of several launches."""
-        launches = zip(written, self._products or (), strict=True)
-        return all(-MAX_SCALE <= values[place] <= MAX_SCALE for values, places in launches for place in places)
 
     def _key(self, place: Place, addresses: Sequence[int]) -> tuple[Hashable, ...]:
         """The key that the senders are kept by."""

@@ -171,7 +171,7 @@ def test_scales_of_each_request_have_as_many_rows_as_the_call_has_requests(
     scales = {name: memory.tensor("float32", rows, 8) for name in ("k_scale", "v_scale")}
     changes = {**scales, "workspace": replace(BUFFERS, context=caller.runtime.driver.primary_context(0))}
     for requests in (rows, rows, rows, 7, rows + 1, rows):
-        table, lens = (replace(calls[0].arguments[name]) for name in ("page_table", "seq_lens"))
+        table, lens = (calls[0].arguments[name] for name in ("page_table", "seq_lens"))
         own = {"page_table": replace(table, shape=(requests, 16)), "seq_lens": replace(lens, shape=(requests,))}
         tokens = 70 + len(outcomes)
         of_tokens = {name: memory.tensor("bfloat16", tokens, 64, 128) for name in ("q", "out")}
