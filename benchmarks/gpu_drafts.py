@@ -60,7 +60,7 @@ def tree_masks(runtime: Runtime, batch: int, q_len: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(q_len)
     columns = [torch.randint(-1, max(token, 0), (batch,), generator=generator) for token in range(q_len)]
     parents = torch.stack(columns, 1).int().cuda()
-    return draft_mask(parents=parents, runtime=runtime)  # type: ignore[no-any-return]
+    return draft_mask(parents=parents, runtime=runtime)
 
 
 def rows_of(

@@ -97,12 +97,12 @@ def main() -> None:
         "free_bytes_after_each_round": memory,
         "speculation": speculation,
     }
-    for name, found in {**result["engines"], **speculation["engines"]}.items():  # type: ignore[dict-item]
+    for name, found in {**result["engines"], **speculation["engines"]}.items():
         print(name, json.dumps(found))
     print(json.dumps({name: result[name] for name in ("worst_relative_error", "other_arrivals")}), memory)
     (chosen.out / "serving.json").write_text(json.dumps(result, indent=1) + "\n")
     errors = (result["worst_relative_error"], speculation["worst_relative_error"])
-    worst = max(error for one in errors for error in one.values())  # type: ignore[attr-defined]
+    worst = max(error for one in errors for error in one.values())
     if differ or worst > MOST_ERROR:
         raise SystemExit(f"{len(differ)} requests depend on their neighbours, largest relative error {worst}")
 

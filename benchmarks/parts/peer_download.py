@@ -48,11 +48,11 @@ def import_artifacts(folder: Path) -> types.ModuleType:
     _stand_in("flashinfer", base)
     _stand_in("flashinfer.jit", base / "jit")
     core = _stand_in("flashinfer.jit.core", None)
-    core.logger = logging.getLogger("flashinfer.jit")  # type: ignore[attr-defined]
-    core.logger.setLevel("INFO")  # type: ignore[attr-defined]
-    core.logger.addHandler(logging.StreamHandler())  # type: ignore[attr-defined]
+    core.logger = logging.getLogger("flashinfer.jit")
+    core.logger.setLevel("INFO")
+    core.logger.addHandler(logging.StreamHandler())
     environment = _stand_in("flashinfer.jit.env", None)
-    environment.FLASHINFER_CUBIN_DIR = folder  # type: ignore[attr-defined]
+    environment.FLASHINFER_CUBIN_DIR = folder
     return importlib.import_module("flashinfer.artifacts")
 
 

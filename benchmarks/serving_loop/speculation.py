@@ -53,7 +53,7 @@ class KnownTokens:
                 break
             node = int(self.rng.choice(_CHILDREN[node]))
             tokens[node] = token
-        return tokens[1:].tolist()  # type: ignore[no-any-return]
+        return tokens[1:].tolist()
 
 
 class TreeEngine(Engine):
@@ -127,4 +127,4 @@ class TreeEngine(Engine):
 
     def counted(self, bucket: int, step: Step) -> list[int]:
         """The tokens that each request made."""
-        return self.counts[bucket][: len(step.decodes)].tolist()  # type: ignore[no-any-return]
+        return self.counts[bucket][: len(step.decodes)].tolist()
