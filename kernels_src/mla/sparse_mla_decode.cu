@@ -35,7 +35,8 @@ extern "C" __global__ void __launch_bounds__(paged_mla_decode::THREADS, 1)
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     if (warp >= FIRST_QK_THREAD / 32) {
         set_registers<QK_REGISTERS>();
-        arrive_in_cluster();
+        if (warp == FIRST_QK_THREAD / 32) Start::announce();
+        Start::wait<Start::QK>();
         score(p, shared);
     } else if (warp >= FIRST_PRODUCER_THREAD / 32) {
         set_registers<PRODUCER_REGISTERS>();
@@ -46,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(paged_mla_decode::THREADS, 1)
         wait_for_cluster();
     } else {
         set_registers<CONSUMER_REGISTERS>();
-        arrive_in_cluster();
+        Start::wait<Start::PV>();
         consume(p, shared);
     }
 }

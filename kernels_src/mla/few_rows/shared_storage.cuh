@@ -55,7 +55,8 @@ static_assert(CONSUMERS * CONSUMER_REGISTERS + 32 * (PRODUCER_WARPS * PRODUCER_R
 constexpr int QK_BARRIER = 2;
 constexpr int FIRST_SHARE_BARRIER = 3;  // of so many as there are KEY_WARPS
 constexpr int QUERIES_BARRIER = FIRST_SHARE_BARRIER + KEY_WARPS;  // where PV warps give QK warps the first queries
-constexpr int START_BARRIER = QUERIES_BARRIER + 1;  // of all warps
+// Where the warp that initialises barriers meets those of each role.
+constexpr int FIRST_START_BARRIER = QUERIES_BARRIER + 1;
 
 // A tile's P, in a pipeline of P_STAGES.
 constexpr int P_STAGES = 2;

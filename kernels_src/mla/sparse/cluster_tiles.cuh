@@ -10,13 +10,26 @@ namespace paged_mla_decode {
 DEVICE int cluster_rank() { return blockIdx.x; }
 DEVICE int cluster_size_log2() { return __popc(gridDim.x - 1); }
 
-// Waits until the CTA's barriers are initialised, and tells the cluster. By each role where it needs them.
-DEVICE void arrive_in_cluster() {
-    named_barrier_sync<THREADS>(START_BARRIER);
-    cluster_arrive_relaxed();
-}
+// Where the warps of each role wait until one of QK_WARPS has initialised the CTA's barriers, and tell the cluster.
+struct Start {
+    enum Role { PV, PRODUCER, QK };
+    static constexpr int BARRIER = FIRST_START_BARRIER;
 
-// After arrive_in_cluster(). A launch without clusters would wait forever.
+    // The first QK warp, which then arrives as one of its role.
+    DEVICE static void announce() {
+        named_barrier_arrive<CONSUMERS + 32>(BARRIER + PV);
+        named_barrier_arrive<PRODUCER_WARPS * 32 + 32>(BARRIER + PRODUCER);
+    }
+
+    template <int ROLE>
+    DEVICE static void wait() {
+        constexpr int THREADS_OF[] = {CONSUMERS + 32, PRODUCER_WARPS * 32 + 32, QK_WARPS * 32};
+        named_barrier_sync<THREADS_OF[ROLE]>(BARRIER + ROLE);
+        cluster_arrive_relaxed();
+    }
+};
+
+// After Start::wait(). A launch without clusters would wait forever.
 DEVICE void wait_for_cluster() {
     if (gridDim.x > 1) cluster_wait();
 }

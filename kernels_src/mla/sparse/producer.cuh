@@ -62,7 +62,7 @@ DEVICE void load(const Params& p, SharedStorage& shared) {
         kv_state.advance(STAGES_OF_TILE);
     };
     walk_lists<PRODUCER_WARPS>(
-        p, ClusterTileIterator(p), shared.rows_to_copy, warp, [] { arrive_in_cluster(); }, begin, copy);
+        p, ClusterTileIterator(p), shared.rows_to_copy, warp, [] { Start::wait<Start::PRODUCER>(); }, begin, copy);
 }
 
 }  // namespace paged_mla_decode
