@@ -296,6 +296,18 @@ def _streaming_read(sm: str, source: str, l2_policy: str) -> Variant:
     )
 
 
+def _row_read(sm: str, l2_policy: str) -> Variant:
+    return Variant(
+        source="measure/row_read.cu",
+        symbol=f"measure_row_read_{l2_policy}",
+        sm=sm,
+        operation="row_read",
+        struct="RowReadParams",
+        traits={"l2_policy": l2_policy},
+        defines={"L2_POLICY": l2_policy},
+    )
+
+
 # Dtypes of new keys and values, and of the caches where those are others: quantised, else copied.
 _APPEND_DTYPES = (None, ("bf16", "e4m3"), ("fp16", "e4m3"))
 
@@ -601,6 +613,7 @@ VARIANTS: tuple[Variant, ...] = (
     *(_kv_reduction(sm, *dtypes) for sm in _FOLLOWING_SMS for dtypes in _REDUCTION_DTYPES),
     *(_lse_from_statistics(sm) for sm in _FOLLOWING_SMS),
     *(_streaming_read("90a", *way) for way in _READS),
+    *(_row_read("90a", l2_policy) for l2_policy in dict.fromkeys(policy for _, policy in _READS)),
     *(variant for columns in MLA_COLUMNS for variant in _mla_variants(columns)),
     *(_sparse_mla_decode(*form) for form in _SPARSE_MLA_FORMS),
     *_prefill_variants(),

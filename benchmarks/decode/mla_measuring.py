@@ -119,7 +119,7 @@ class MlaBench:
         beside = peers if case.peer else {}
         row["peers"] = {name: self._peer(make, problem) for name, make in beside.items()}
         self._in_sequence(case, problem, row, beside)
-        add_figures(row, case.bar, self.read, self.matrix)
+        add_figures(row, case.bar, self._read_limit(case), self.matrix)
         return row
 
     def _in_sequence(self, case: MlaCase, problem: MlaProblem, row: Row, peers: Mapping[str, MlaMaker]) -> None:
@@ -133,7 +133,7 @@ class MlaBench:
             makers["ours"] = self._our_calls(problem, case.batch_invariant)
             if case.batch_invariant:
                 makers["default"] = self._our_calls(problem, False)
-        makers |= self.reads.makers(problem.cache.data_ptr(), case.kv_bytes, self.method.layers)
+        makers |= self._read_makers(case, problem)
         times = sequence_times(Layers(problem.q, problem.out, self.method), makers, self.method)
         enter_times(row, times)
         us = row["ours"].get("us")
@@ -143,6 +143,14 @@ class MlaBench:
             self._bf16_us[case.sizes] = us
         elif case.sizes in self._bf16_us:
             row["over_bf16"] = self._bf16_us[case.sizes] / us
+
+    def _read_makers(self, case: MlaCase, problem: MlaProblem) -> dict[str, Maker]:
+        """Contestants that read as many bytes."""
+        return self.reads.makers(problem.cache.data_ptr(), case.kv_bytes, self.method.layers)
+
+    def _read_limit(self, case: MlaCase) -> float:
+        """TB/s that a kernel reaches that only reads such a cache."""
+        return self.read
 
     def _our_calls(self, problem: MlaProblem, batch_invariant: bool) -> Maker:
         return lambda stream: self.plan_calls(problem, self.runtime, stream.cuda_stream, batch_invariant)[1]

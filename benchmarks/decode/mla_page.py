@@ -23,8 +23,9 @@ from .tables import (
 SCHEMA = 2
 SINGLE_CALLS = 1  # the schema of reports whose times are those of single calls
 SPARSE_METHOD = """Every query token has a list of 2,048 rows, random ones of a cache of 8 GiB that no other list names.
-TB/s count the bytes of these rows; the read-only test reads as many bytes in sequence. FlashMLA computes 64 or 128
-heads: where there are fewer, queries are padded to 64 heads ahead, which is not timed.
+TB/s count the bytes of these rows. The read-only test reads the same rows, by one bulk copy each; shares of the read
+bandwidth are of what it reaches over random rows of that size. FlashMLA computes 64 or 128 heads: where there are
+fewer, queries are padded to 64 heads ahead, which is not timed.
 Data: [`sparse_mla.json`](../../benchmarks/results/sparse_mla.json)."""
 OVER_BF16 = column("over bf16", "over_bf16", "{:.2f}x".format)
 

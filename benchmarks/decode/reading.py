@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -32,12 +32,21 @@ class Way:
         return f"{self.way}, {self.l2_policy}, {self.ctas} CTAs a multiprocessor"
 
 
+POLICIES = ("evict_first", "evict_unchanged")
 WAYS = tuple(
     Way(way, policy, ctas)
     for way, grids in (("streaming_read", (1, 2, 4, 8)), ("bulk_read", (1, 2)))
-    for policy in ("evict_first", "evict_unchanged")
+    for policy in POLICIES
     for ctas in grids
 )
+
+
+class Rows(NamedTuple):
+    """Rows that lists name: where the first lies, the bytes of one, and how many a list names."""
+
+    data: int
+    nbytes: int
+    count: int
 
 
 def streaming_read(
@@ -50,13 +59,31 @@ def streaming_read(
     Raises:
         UsageError: our release has no such kernel for the device.
     """
+    traits = {"way": way.way, "l2_policy": way.l2_policy}
+    values = {"data": data, "sums": sums, "counters": counters, "units": nbytes // UNIT}
+    return _launch(runtime, OPERATION, traits, ctas, values)
+
+
+def row_read(runtime: Runtime, rows: Rows, indices: int, sums: int, l2_policy: str, ctas: int) -> PreparedLaunches:
+    """As ``streaming_read``, of the rows that the int32 at ``indices`` name."""
+    values = {
+        "data": rows.data,
+        "indices": indices,
+        "sums": sums,
+        "rows": rows.count,
+        "row_bytes": rows.nbytes,
+    }
+    return _launch(runtime, "row_read", {"l2_policy": l2_policy}, ctas, values)
+
+
+def _launch(
+    runtime: Runtime, operation: str, traits: Mapping[str, str], ctas: int, values: Mapping[str, int]
+) -> PreparedLaunches:
     context = runtime.driver.primary_context(0)
     major, minor = runtime.driver.device(0).capability
     own = runtime.native_release()
-    traits = {"way": way.way, "l2_policy": way.l2_policy}
-    kernel = choose_kernel(own.kernels, OPERATION, traits, major * 10 + minor)
-    values = {"data": data, "sums": sums, "counters": counters, "units": nbytes // UNIT}
-    launch = OperationLaunch(OPERATION, traits, (ctas, 1, 1), (kernel.threads, 1, 1), values, False)
+    kernel = choose_kernel(own.kernels, operation, traits, major * 10 + minor)
+    launch = OperationLaunch(operation, traits, (ctas, 1, 1), (kernel.threads, 1, 1), values, False)
     plan = launch.launch_plan(kernel, own.file_of(kernel))
     return PreparedLaunches([plan], [runtime.load(kernel, context)], runtime.driver)
 
@@ -84,8 +111,22 @@ class StreamingReads:
 
         return {f"{READ}{way}": partial(of_way, way) for way in WAYS}
 
+    def makers_of_rows(self, rows: Rows, lists: Sequence[int]) -> dict[str, Callable[[Any], list[Callable[[], None]]]]:
+        """A contestant for each L2 policy: in each layer it reads the rows that one of ``lists`` names."""
+
+        def of_policy(l2_policy: str, stream: Any) -> list[Callable[[], None]]:
+            sums, ctas = self._memory + COUNTERS_BYTES, self._multiprocessors
+            launches = [row_read(self._runtime, rows, at, sums, l2_policy, ctas) for at in lists]
+            return [partial(launch.run, stream.cuda_stream) for launch in launches]
+
+        return {f"{READ}rows, {policy}": partial(of_policy, policy) for policy in POLICIES}
+
+    @property
+    def _multiprocessors(self) -> int:
+        return self._runtime.driver.device(0).multiprocessors
+
     def _launch(self, data: int, nbytes: int, way: Way) -> PreparedLaunches:
-        ctas = way.ctas * self._runtime.driver.device(0).multiprocessors
+        ctas = way.ctas * self._multiprocessors
         return streaming_read(self._runtime, data, nbytes, self._memory + COUNTERS_BYTES, self._memory, way, ctas)
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from sequence.timing import Layers, Maker, sequence_times
 
 from cubin_runtime.attention import Runtime, plan_sparse_mla_decode
 
+from .measuring import READ_TOKENS
 from .mla_cases import MlaCase
-from .mla_measuring import SCALE, MlaBench, MlaProblem
+from .mla_measuring import SCALE, MlaBench, MlaMaker, MlaProblem
 from .problem import DTYPES, Pool, difference
+from .reading import Rows, bandwidth_of
 from .rows import Row
 from .sparse_mla_cases import ROW_BYTES
 from .timing import Call
@@ -91,10 +95,38 @@ def reference(problem: MlaProblem, token: int) -> torch.Tensor:
 
 
 class SparseMlaBench(MlaBench):
-    """As ``MlaBench``; each row says how much our output of some tokens differs from the reference."""
+    """As ``MlaBench``; each row says how much our output of some tokens differs from the reference, and what a kernel
+    reaches that only reads random rows."""
 
     problem_type = SparseMlaProblem
     plan_calls = staticmethod(sparse_ours_of)
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._limits: dict[str, float] = {}  # of the rows of a type
+
+    def row(self, case: MlaCase, peers: Mapping[str, MlaMaker]) -> Row:
+        """As ``MlaBench``."""
+        return super().row(case, peers) | {"read_tb_per_s": self._read_limit(case)}
+
+    def _read_makers(self, case: MlaCase, problem: MlaProblem) -> dict[str, Maker]:
+        nbytes = ROW_BYTES[case.kv_dtype]
+        rows = Rows(problem.cache.data_ptr(), nbytes, case.kv_bytes // nbytes)
+        return self.reads.makers_of_rows(rows, [table.data_ptr() for table in problem.tables])
+
+    def _read_limit(self, case: MlaCase) -> float:
+        if case.kv_dtype not in self._limits:
+            self._limits[case.kv_dtype] = self._random_rows_tb_per_s(case.kv_dtype)
+        return self._limits[case.kv_dtype]
+
+    def _random_rows_tb_per_s(self, kv_dtype: str) -> float:
+        flat, nbytes, layers = self.pool.flat(kv_dtype), ROW_BYTES[kv_dtype], self.method.layers
+        order = torch.randperm(flat.nbytes // nbytes, dtype=torch.int32, device="cuda").tensor_split(layers)
+        rows = Rows(flat.data_ptr(), nbytes, min(map(len, order)))
+        makers = self.reads.makers_of_rows(rows, [part.data_ptr() for part in order])
+        queries = torch.randn(READ_TOKENS, self.method.hidden, device="cuda", dtype=torch.bfloat16)
+        times = sequence_times(Layers(queries, torch.empty_like(queries), self.method), makers, self.method)
+        return float(bandwidth_of(times, rows.count * nbytes)["tb_per_s"])
 
     def _ours(self, case: MlaCase, problem: MlaProblem, row: Row) -> Row:
         found = super()._ours(case, problem, row)

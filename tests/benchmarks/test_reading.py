@@ -53,6 +53,27 @@ def test_each_layer_of_a_sequence_reads_the_next_bytes(launches: Launches) -> No
     assert launches.streams == [9, 9, 9]
 
 
+def test_each_layer_of_a_sequence_reads_the_rows_of_its_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, streams = list[tuple[Any, ...]](), list[int]()
+
+    def make(runtime: Any, *values: Any) -> Any:
+        made.append(values)
+        return SimpleNamespace(run=streams.append)
+
+    monkeypatch.setattr(reading, "row_read", make)
+    rows = reading.Rows(1 << 20, 656, 2048)
+    makers = reading.StreamingReads(RUNTIME, 64).makers_of_rows(rows, [8, 16])
+    (_, calls) = (make_calls(SimpleNamespace(cuda_stream=9)) for make_calls in makers.values())
+    assert made == [
+        (rows, at, 64 + reading.COUNTERS_BYTES, policy, MULTIPROCESSORS)
+        for policy in reading.POLICIES
+        for at in (8, 16)
+    ]
+    for call in calls:
+        call()
+    assert streams == [9, 9]
+
+
 TIMES: dict[str, dict[str, Any]] = {
     "read: slow": {"us": 3.0},
     "read: fast": {"us": 2.0},

@@ -47,10 +47,10 @@ FAMILIES = (
 )
 # What no recorded case takes: a measurement, draft masks (tests/attention/test_draft_mask.py), reductions of outputs
 # that no published kernel splits, those for SM90, where no published kernel runs, and there the portable MLA kernels.
-_READ_POLICIES = ("evict_first", "evict_unchanged")
+_READ_WAYS, _READ_POLICIES = ("streaming_read", "bulk_read", "row_read"), ("evict_first", "evict_unchanged")
 NEVER_LAUNCHED = {
     "fmha_paged_decode_bf16_d64_rows16_sm90a",
-    *(f"measure_{way}_{policy}_sm90a" for way in ("streaming_read", "bulk_read") for policy in _READ_POLICIES),
+    *(f"measure_{way}_{policy}_sm90a" for way in _READ_WAYS for policy in _READ_POLICIES),
     *(v.name for v in VARIANTS if v.source == "mla/portable_mla_decode.cu" and v.sm == "90"),
     *(f"pack_draft_mask_sm{sm}" for sm in ("80", "86", "89", "90a", "100", "120")),
     "trtllm_gen_lse_from_statistics_sm90a",

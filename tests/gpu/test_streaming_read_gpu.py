@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from benchmarks.decode.reading import WAYS, Way, checksum, streaming_read
+from benchmarks.decode.reading import POLICIES, WAYS, Rows, Way, checksum, row_read, streaming_read
 from cubin_runtime.attention import Runtime
 from cubin_runtime.kernels.native.constants import CONSTANTS
 from cubin_runtime.testing.device import DeviceArrays
@@ -46,3 +46,24 @@ def test_the_sums_of_all_ctas_are_the_sum_of_all_words(
         assert sums[ctas] == 7
     runtime.driver.copy_to_host(counters, counters_at)
     assert not counters.any()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("ctas", [1, 132, 500])
+@pytest.mark.parametrize("row_bytes", [16, 656, 1152])
+@pytest.mark.parametrize("count", [0, 1, 32, 33, 5000])
+def test_the_sums_of_all_ctas_are_the_sum_of_the_listed_rows(
+    runtime: Runtime, arrays: DeviceArrays, count: int, row_bytes: int, ctas: int, policy: str
+) -> None:
+    random = np.random.default_rng(count + row_bytes + ctas)
+    data = random.integers(1, 1 << 32, (3000, row_bytes // 4), dtype=np.uint32)
+    rows = random.integers(0, len(data), count + 1, dtype=np.int32)  # the last is not to be read
+    sums = np.full(ctas + 1, 7, dtype=np.uint32)
+    at, lists = arrays.upload(sums), arrays.upload(rows)
+    launch = row_read(runtime, Rows(arrays.upload(data), row_bytes, count), lists, at, policy, ctas)
+    for _ in range(2):
+        launch.run(0)
+        runtime.driver.synchronize(0)
+        runtime.driver.copy_to_host(sums, at)
+        assert checksum(sums[:ctas]) == checksum(data[rows[:count]])
+        assert sums[ctas] == 7

@@ -87,6 +87,7 @@ class KernelConstants:
     draft_mask_threads: int = _number(128, "threads of a CTA of draft_mask")
     streaming_threads: int = _number(512, "threads of a CTA of streaming_read")
     streaming_loads: int = _number(8, "16-byte loads of one of them for each chunk")
+    row_read_max_bytes: int = _number(1152, "bytes of a row of row_read, at most")
 
 
 CONSTANTS = KernelConstants()

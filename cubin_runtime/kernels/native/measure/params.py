@@ -16,4 +16,15 @@ STREAMING_READ = StructLayout.declare(
     ),
 )
 
-LAYOUTS = MappingProxyType({STREAMING_READ.name: STREAMING_READ})
+ROW_READ = StructLayout.declare(
+    "RowReadParams",
+    (
+        Field("data", "ptr", "rows, each as many bytes behind the one before, aligned to 16 bytes"),
+        Field("indices", "ptr", "int32 [rows], the rows that are read"),
+        Field("sums", "ptr", "uint32 [CTAs], sum of the 32-bit words that each CTA read, modulo 2^32"),
+        Field("rows", "int32", "how many rows are read"),
+        Field("row_bytes", "int32", "bytes of a row, a multiple of 16"),
+    ),
+)
+
+LAYOUTS = MappingProxyType({layout.name: layout for layout in (STREAMING_READ, ROW_READ)})
