@@ -9,13 +9,13 @@ namespace paged_mla_decode {
 constexpr int OWN_ROWS = TILE_TOKENS / PRODUCER_WARPS;  // of a tile, that a warp copies
 static_assert(OWN_ROWS == RING_SHARE);
 
-// Stages that a warp has in flight at most, where this many CTAs share a few output tiles, one each. While most
-// multiprocessors read rows of 656 bytes, longer queues only let some of them, which share their way to L2 with fewer
-// others, end sooner.
-constexpr int MOST_IN_FLIGHT = 2, BUSY_CTAS = 96;
+// Rows that a warp has in flight at most beside those of its stage before, where this many CTAs share a few output
+// tiles, one each. While most multiprocessors read, longer queues only let some of them, which share their way to L2
+// with fewer others, end sooner.
+constexpr int ROWS_IN_FLIGHT = SCALED ? OWN_ROWS : 4, BUSY_CTAS = 96;
 
 DEVICE bool limits_in_flight(const Params& p) {
-    return SCALED && ROWS == 16 && gridDim.x > 1 && gridDim.x * gridDim.y >= BUSY_CTAS &&
+    return ROWS == 16 && gridDim.x > 1 && gridDim.x * gridDim.y >= BUSY_CTAS &&
            gridDim.y == p.batch * row_tile_count(p, 1);
 }
 
@@ -27,8 +27,8 @@ DEVICE void load(const Params& p, SharedStorage& shared) {
     PipelineState<STAGES> kv_state;
     kv_state.advance(half);
     const bool limited = limits_in_flight(p);
-    PipelineState<STAGES> landing;  // the first stage in flight, if `limited`
-    int in_flight;
+    PipelineState<STAGES> before;  // the stage of the warp's copies before, if `in_flight`
+    bool in_flight;
     bool first_tile = true;  // whose queries QK warps copy
     const auto begin = [&](const WorkTile& work) {
         if (half < QUERY_STAGES && !first_tile) {
@@ -38,26 +38,26 @@ DEVICE void load(const Params& p, SharedStorage& shared) {
         }
         first_tile = false;
         kv_state.advance(QUERY_STAGES);
-        landing = kv_state, in_flight = 0;
+        in_flight = false;
     };
     const auto copy = [&](uint32_t head, int count, uint32_t last) {
         const int own = copied_rows(min(max(count - first, 0), OWN_ROWS));
         const uint32_t full = shared_address(&shared.full[kv_state.index]);
-        if (limited && in_flight == MOST_IN_FLIGHT) {
-            wait_barrier(shared.full[landing.index], landing.phase);
-            landing.advance(STAGES_OF_TILE);
-        } else {
-            ++in_flight;
-        }
         wait_barrier(shared.empty[kv_state.index], kv_state.phase ^ 1);
         if (lane == 0) {
             if (warp % STAGE_WARPS == 0) shared.tile[kv_state.index] = count | last;
             mbarrier_arrive_expect_bytes(full, own * ROW_BYTES);
         }
         __syncwarp();
-        copy_rows(shared_address(&shared.rows_to_copy[(head + first) % ROW_RING]), own,
-                  shared_address(shared.stages[kv_state.index]) + warp % STAGE_WARPS * OWN_ROWS * KEY_PITCH, full,
-                  policy);
+        const uint32_t addresses = shared_address(&shared.rows_to_copy[(head + first) % ROW_RING]);
+        const uint32_t to = shared_address(shared.stages[kv_state.index]) + warp % STAGE_WARPS * OWN_ROWS * KEY_PITCH;
+        const int at_once = in_flight ? min(own, ROWS_IN_FLIGHT) : own;
+        copy_rows(addresses, at_once, to, full, policy);
+        if (in_flight) {
+            wait_barrier(shared.full[before.index], before.phase);
+            copy_rows(addresses + at_once * 8, own - at_once, to + at_once * KEY_PITCH, full, policy);
+        }
+        before = kv_state, in_flight = limited;
         __syncwarp();
         kv_state.advance(STAGES_OF_TILE);
     };
