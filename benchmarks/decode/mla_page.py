@@ -69,16 +69,16 @@ def sparse(report: Report) -> tuple[str, ...]:
         "## Sparse MLA decode beside FlashMLA",
         SPARSE_METHOD,
         place(report),
-        *section(f"Rows of 656 bytes{_read_alone(scaled)}", scaled, columns),
-        *section(f"Rows of bf16{_read_alone(plain)}", plain, (TFLOPS, *READING, *singles(plain))),
+        *section(f"Rows of 656 bytes{_read_only(scaled)}", scaled, columns),
+        *section(f"Rows of bf16{_read_only(plain)}", plain, (TFLOPS, *READING, *singles(plain))),
         *invariance("Batch invariance, rows of 656 bytes", sections["invariant"]),
         *failures(report["rows"]),
     )
 
 
-def _read_alone(rows: list[Row]) -> str:
+def _read_only(rows: list[Row]) -> str:
     rates = {f"{row['read_tb_per_s']:.2f}" for row in rows if "read_tb_per_s" in row}
-    return f", read alone at {', '.join(sorted(rates))} TB/s" if rates else ""
+    return f", read-only {', '.join(sorted(rates))} TB/s" if rates else ""
 
 
 def _beside_others(rows: list[Row]) -> list[str]:

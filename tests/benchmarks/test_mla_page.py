@@ -57,13 +57,13 @@ def test_sparse_decode_has_a_table_for_each_type_of_rows(line: str) -> None:
     assert line in "\n\n".join(sparse(made_up_mla_report(sparse_mla_cases())))
 
 
-def test_tables_of_lists_say_how_fast_such_rows_are_read_alone() -> None:
+def test_tables_of_lists_say_how_fast_such_rows_are_only_read() -> None:
     report = made_up_mla_report(sparse_mla_cases())
     for row in report["rows"]:
         row["read_tb_per_s"] = {"e4m3": 3.93, "bf16": 4.5}[row["kv_dtype"]]
     page = "\n\n".join(sparse(report))
-    assert "### Rows of 656 bytes, read alone at 3.93 TB/s\n" in page
-    assert "### Rows of bf16, read alone at 4.50 TB/s\n" in page
+    assert "### Rows of 656 bytes, read-only 3.93 TB/s\n" in page
+    assert "### Rows of bf16, read-only 4.50 TB/s\n" in page
 
 
 def test_a_failure_of_ours_leaves_the_others_time() -> None:
