@@ -80,6 +80,19 @@ def append_by_position(tensor: Tensors, tokens: int, batch: int, bound: int) -> 
     return {**given, **places, **ids, "seq_lens": None, "q_cu_seq_lens": None}
 
 
+def even_append(tensor: Tensors, tokens: int, batch: int, bound: int) -> Arguments:
+    """As many new tokens of each request."""
+    new = {name: tensor(name, "bfloat16", batch, 3, 8, 128) for name in ("k", "v")}
+    return {**new, **_caches(tensor, "k_cache", "v_cache"), **_lengths(tensor, batch)}
+
+
+def scaled_append(tensor: Tensors, tokens: int, batch: int, bound: int) -> Arguments:
+    """New tokens by positions into an e4m3 cache, with scales of each request."""
+    caches = {name: tensor(f"{name}_e4m3", "float8_e4m3fn", 100, 64, 8, 128) for name in ("k_cache", "v_cache")}
+    scales = {name: tensor(name, "float32", batch, 8) for name in ("k_scale", "v_scale")}
+    return {**append_by_position(tensor, tokens, batch, bound), **caches, **scales}
+
+
 def decode(tensor: Tensors, tokens: int, batch: int, bound: int) -> Arguments:
     """One token of each request."""
     given = {**_rows(tensor, batch, 64, 128), **_caches(tensor, "k_cache", "v_cache"), **_lengths(tensor, batch)}
@@ -118,6 +131,8 @@ OPERATORS: Mapping[str, tuple[Callable[..., Any], Callable[..., Arguments]]] = {
     "context_attention of even requests": (context_attention, even_context),
     "append_kv": (append_kv, append),
     "append_kv by positions": (append_kv, append_by_position),
+    "append_kv of even requests": (append_kv, even_append),
+    "append_kv with scales of each request": (append_kv, scaled_append),
     "paged_decode": (paged_decode, decode),
     "paged_decode of ragged queries": (paged_decode, ragged_decode),
     "paged_decode of ragged queries, batch invariant": (paged_decode, invariant_decode),

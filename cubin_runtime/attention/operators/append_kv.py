@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from ...dtypes import DTYPES, ITEM_BYTES
 from ...errors import UsageError
-from ...kernels.native.append.plan import UNIT_BYTES, AppendProblem, AppendStrides, append_launch
+from ...kernels.native.append.plan import UNIT_BYTES, AppendProblem, AppendStrides, append_launch, resized_append
 from ...kernels.native.append.select import AppendSelection, AppendShape, select_append
 from ...kernels.native.constants import CONSTANTS
 from ...kernels.native.launches import NativeLaunch
 from ...launch.driver import DeviceFacts
 from ...launch.workspace import AnyWorkspace
 from ...tensor import TensorView
-from ...values import dataclass
+from ...values import dataclass, replaced
 from ..backends import AUTO
 from ..call_sizes import CallSizes, Explained
 from ..checks import check_shape, token_stride
 from ..fast_path.operator_function import operator_function
 from ..former_names import takes_former_names
-from ..operator import LENGTHS, Call, Operator, TensorArg
+from ..operator import LENGTHS, Call, Operator, Resizer, TensorArg
 from ..paged_cache import KV_SCALE_TENSORS, KV_SCALES, Q_DTYPES, cache_view, scale_strides
 from ..pipeline import plan_call, run_call, torch_op
 from ..runtime import NativeRelease, Runtime
@@ -218,12 +218,57 @@ def _strides(source: TensorView, name: str, cache: TensorView) -> AppendStrides:
 
 
 def _launches(call: Call, device: DeviceFacts, release: NativeRelease) -> Sequence[NativeLaunch[AppendSelection]]:
+    problem, shape = _problem(call), _shape(call)
+    selection = select_append(release.kernels, shape, device)
+    return [append_launch(selection, problem, release.file_of(selection.kernel))]
+
+
+def _resizer(call: Call, device: DeviceFacts, release: NativeRelease) -> Resizer | None:
+    """As ``Operator``, where the strides of the call's tensors are those of any size."""
+    tensors, planned = call.tensors, call.tensors.sized
+    k, table, lens = tensors["k"], tensors["page_table"], tensors.get("seq_lens")
+    if k.shape[0] < 2 or table.strides[-1] != 1 or (lens is not None and lens.strides != (1,)):
+        return None
+    ragged, lists = len(k.shape) == 3, len(table.shape) == 1
+    scales = [name for name in KV_SCALES if name in planned and len(tensors[name].shape) == 2]
+    of_tokens = ("k", "v", "positions", "batch_indices")
+    of_requests = ("seq_lens", *scales, *(() if lists else ("page_table",)))
+    problem, shape, (like,) = _problem(call), _shape(call), _launches(call, device, release)
+
+    def resized(sizes: Mapping[str, int]) -> Sequence[NativeLaunch[AppendSelection]] | None:
+        rows, pages = sizes["k"], sizes["page_table"]
+        batch = sizes["page_indptr"] - 1 if lists else pages
+        expected = {
+            **planned,
+            **dict.fromkeys(of_requests, batch),
+            **dict.fromkeys(of_tokens, rows if ragged else batch),
+        }
+        expected |= {"q_cu_seq_lens": batch + 1, "page_indptr": batch + 1}
+        if lists:
+            expected["page_table"] = pages
+        tokens = rows * prod(k.shape[1:-2])
+        if any(size != expected[name] for name, size in sizes.items()):
+            return None
+        if not (1 <= tokens <= _MOST_TOKENS and batch >= 1 and pages >= 1):
+            return None
+        selection = select_append(release.kernels, replaced(shape, tokens=tokens), device)
+        columns = pages if lists else problem.columns
+        return [resized_append(like, selection, replaced(problem, batch=batch, tokens=tokens, columns=columns))]
+
+    return resized
+
+
+def _shape(call: Call) -> AppendShape:
+    k, k_cache = call.tensors["k"], call.tensors["k_cache"]
+    return AppendShape(dtype=DTYPES[k.dtype].short, kv_dtype=DTYPES[k_cache.dtype].short, tokens=prod(k.shape[:-2]))
+
+
+def _problem(call: Call) -> AppendProblem:
     tensors, options = call.tensors, call.options
     k, k_cache, v_cache, table = tensors["k"], tensors["k_cache"], tensors["v_cache"], tensors["page_table"]
-    tokens = prod(k.shape[:-2])
-    problem = AppendProblem(
+    return AppendProblem(
         batch=_batch(call),
-        tokens=tokens,
+        tokens=prod(k.shape[:-2]),
         new_tokens=k.shape[1] if len(k.shape) == 4 else 0,
         lengths_include_new=options.lengths_include_new,
         kv_heads=k_cache.shape[2],
@@ -241,9 +286,6 @@ def _launches(call: Call, device: DeviceFacts, release: NativeRelease) -> Sequen
         v_scale_strides=scale_strides(tensors.get("v_scale")),
         programmatic_serialization=options.enable_pdl,
     )
-    shape = AppendShape(dtype=DTYPES[k.dtype].short, kv_dtype=DTYPES[k_cache.dtype].short, tokens=tokens)
-    selection = select_append(release.kernels, shape, device)
-    return [append_launch(selection, problem, release.file_of(selection.kernel))]
 
 
 APPEND_KV = Operator(
@@ -266,6 +308,7 @@ APPEND_KV = Operator(
     former=MappingProxyType({"key": "k", "value": "v", "cum_seq_lens": "q_cu_seq_lens"}),
     check=_check,
     launches=_launches,
+    resizer=_resizer,
 )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 from dataclasses import replace
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -88,6 +89,19 @@ def test_a_call_of_other_arguments_does_what_the_full_path_does(caller: Caller, 
             if not came == wanted == anew:
                 different.append(f"{argument}={other!r} instead of {value!r}: {came}"[:400])
     assert not different, f"{len(different)} differ:\n" + "\n".join(different[:8])
+
+
+def test_sizes_that_do_not_fit_each_other_are_refused_as_the_full_path_does(caller: Caller, calls: list[Call]) -> None:
+    for call in calls[:4]:
+        caller.outcome(call)
+    tensors = {name: value for name, value in calls[4].arguments.items() if isinstance(value, TensorView)}
+    for names in (*combinations(tensors, 1), *combinations(tensors, 2)):
+        longer = {
+            name: replace(tensors[name], shape=(tensors[name].shape[0] + 2, *tensors[name].shape[1:])) for name in names
+        }
+        changed = calls[4].changed(**longer)
+        anew = planned_anew_or_refused(caller, changed)  # by no plan that the path may have kept
+        assert caller.outcome(changed) == anew, names
 
 
 def planned_anew_or_refused(caller: Caller, call: Call) -> Any:

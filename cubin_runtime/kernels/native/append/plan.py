@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ....launch.plan import LaunchAttributes
-from ....values import dataclass
+from ....values import dataclass, replaced
 from ..constants import CONSTANTS
 from ..launches import STATUS, KernelFile, NativeLaunch, native_plan
 from ..problem import kv_scale_strides
@@ -110,6 +108,23 @@ def chunk_tokens(tokens: int, token_units: int, batch_units: int, ctas: int) -> 
     return min(range(1, CONSTANTS.append_chunk_tokens + 1), key=cost)
 
 
+def _chunked(selection: AppendSelection, problem: AppendProblem) -> tuple[AppendSelection, int]:
+    """The selection with no more CTAs than there are chunks, and the tokens of a chunk."""
+    loads = 2 if selection.kernel.traits["quantise"] else 1  # of a unit
+    batch_units = CONSTANTS.append_threads * CONSTANTS.append_loads // loads
+    chunk = chunk_tokens(problem.tokens, problem.token_units, batch_units, selection.ctas)
+    return replaced(selection, ctas=min(selection.ctas, -(-problem.tokens // chunk))), chunk
+
+
+def resized_append(
+    launch: NativeLaunch[AppendSelection], selection: AppendSelection, problem: AppendProblem
+) -> NativeLaunch[AppendSelection]:
+    """``append_launch``, made of that of a problem with other numbers of tokens, requests and listed pages."""
+    selection, chunk = _chunked(selection, problem)
+    values = {"batch": problem.batch, "tokens": problem.tokens, "columns": problem.columns, "chunk_tokens": chunk}
+    return launch.resized(selection, selection.grid(problem), values)
+
+
 def append_launch(
     selection: AppendSelection, problem: AppendProblem, file: KernelFile
 ) -> NativeLaunch[AppendSelection]:
@@ -117,11 +132,8 @@ def append_launch(
 
     A run's values are the tensors' addresses by name, that of the status word, and ``NUMBERS``.
     """
+    selection, chunk = _chunked(selection, problem)
     quantises = bool(selection.kernel.traits["quantise"])
-    loads = 2 if quantises else 1  # of a unit
-    batch_units = CONSTANTS.append_threads * CONSTANTS.append_loads // loads
-    chunk = chunk_tokens(problem.tokens, problem.token_units, batch_units, selection.ctas)
-    selection = replace(selection, ctas=min(selection.ctas, -(-problem.tokens // chunk)))
     strides = kv_scale_strides(problem.k_scale_strides, problem.v_scale_strides) if quantises else {}
     plan = native_plan(
         selection.kernel,
