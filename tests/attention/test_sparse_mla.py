@@ -250,6 +250,39 @@ def test_what_breaks_a_rule_is_refused(stub_runtime: Runtime, standin: StandIn, 
     assert not standin.calls("cuLaunchKernelEx")
 
 
+_BF16_ROWS = {"kv_cache": cache("bfloat16", PAGES, PAGE, 576)}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "width", "heads", "changes"),
+    [
+        ((1 << 20) - 1, 64, 16, {}),
+        ((1 << 17) - 1, 64, 128, _BF16_ROWS),
+        (100_000, 32768, 128, _BF16_ROWS),
+        (100_000, 32768, 128, {}),
+        ((1 << 22) - 1, 32768, 64, {}),
+    ],
+)
+def test_as_many_query_tokens_are_taken_as_kernels_can_number_tiles(
+    stub_runtime: Runtime, tokens: int, width: int, heads: int, changes: dict[str, Any]
+) -> None:
+    many = tokens_of(tokens, width, heads) | changes
+    plan = plan_sparse_mla_decode(**many, runtime=stub_runtime, device_facts=H200)
+    assert plan.launch_plans()[0].values["batch"] == tokens
+
+
+@pytest.mark.parametrize(
+    ("tokens", "width", "heads", "changes"),
+    [(1 << 20, 64, 16, {}), (1 << 17, 64, 128, _BF16_ROWS), (1 << 22, 32768, 64, {})],
+)
+def test_more_tiles_than_kernels_can_number_are_refused(
+    stub_runtime: Runtime, tokens: int, width: int, heads: int, changes: dict[str, Any]
+) -> None:
+    many = tokens_of(tokens, width, heads) | changes
+    with pytest.raises(UsageError, match=rf"{tokens} query tokens of {heads} heads .*: \d+ tiles, expected fewer than"):
+        plan_sparse_mla_decode(**many, runtime=stub_runtime, device_facts=H200)
+
+
 def test_more_heads_than_128_are_refused(stub_runtime: Runtime) -> None:
     with pytest.raises(UsageError, match="q: 129 heads, expected 1 to 128"):
         plan_sparse_mla_decode(**sparse_call(129), runtime=stub_runtime, device_facts=H200)

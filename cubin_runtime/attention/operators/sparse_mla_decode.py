@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
 LATENT = 512
 _MOST_ROWS = 1 << 31
-_MOST_TILES = 1 << 31
 _BYTE_DTYPES = ("uint8", "float8_e4m3fn")
 
 
@@ -148,8 +147,6 @@ def _check_sizes(q: TensorView, cache: TensorView, lists: TensorView) -> None:
         raise UsageError(
             f"shape {lists.shape}, expected [{tokens}, width] with a width of 1 to {MAX_WIDTH}", argument="indices"
         )
-    if tokens * heads * (lists.shape[1] // 64 + 1) >= _MOST_TILES:
-        raise UsageError(f"{tokens} tokens with lists of {lists.shape[1]} entries, expected fewer", argument="q")
 
 
 def _check(call: Call) -> None:

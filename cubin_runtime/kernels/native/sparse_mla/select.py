@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ....artifacts.tables.native_kernels import NativeKernel
+from ....errors import UsageError
 from ....launch.driver import DeviceFacts
 from ....launch.plan import LARGEST_PORTABLE_CLUSTER
 from ....values import HashedOnce, dataclass
@@ -32,6 +33,9 @@ _GPC_SHARE = 11
 _NONPORTABLE_MULTIPROCESSORS = 132
 # With batch_invariant the parts of a list, so that neither the tokens nor its width decide.
 _INVARIANT_PARTS = 4
+# Kernels find the query token of an output tile in fp32, exactly below so many output tiles (cluster_tiles.cuh), and
+# CTA groups number the tiles of all lists in 32 bits.
+_MOST_CLUSTER_TILES, _MOST_GROUP_TILES = 1 << 20, 1 << 31
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +86,7 @@ def select_sparse_mla(
     """The kernel for the rows of the cache, and clusters or CTA groups, whose ranges end with output tiles.
 
     Raises:
-        UsageError: no kernel fits; the message says why not.
+        UsageError: no kernel fits, or its launch would have too many tiles; the message says why not.
     """
     kernels = HashedOnce.of(kernels)
     traits = {"cache_rows": shape.cache_rows, "rows": _tile_rows(kernels, shape, device)}
@@ -122,6 +126,7 @@ def _group_grid(
     """CTA groups that divide the tiles of all lists evenly."""
     size = cta_group_size(row_tiles)
     output_tiles = shape.batch * (row_tiles // size)
+    _check_tiles(shape, output_tiles * kv_tiles, _MOST_GROUP_TILES)
     most = min(device.multiprocessors // size, CONSTANTS.mla_max_splits)
     groups = cta_groups(most, output_tiles, kv_tiles)
     tiles = f"{output_tiles * kv_tiles} tiles of {kernel.traits['tile_tokens']} entries"
@@ -138,6 +143,7 @@ def _cluster_grid(
 ) -> _Grid:
     """Clusters of the size that is fastest by ``_cluster_tiles``, which compute as many output tiles each."""
     output_tiles = shape.batch * row_tiles
+    _check_tiles(shape, output_tiles, _MOST_CLUSTER_TILES)
     most = int(kernel.traits["max_cluster"])
     if device.multiprocessors < _NONPORTABLE_MULTIPROCESSORS:
         most = min(most, LARGEST_PORTABLE_CLUSTER)
@@ -152,6 +158,19 @@ def _cluster_grid(
     tiles = f"{output_tiles} output tiles of {kv_tiles} tiles of {kernel.traits['tile_tokens']} entries"
     words = f"{tiles} over {clusters} clusters of {size} CTAs"
     return _Grid(clusters * size, words, splits=splits, cluster_size=size)
+
+
+def _check_tiles(shape: SparseMlaShape, tiles: int, most: int) -> None:
+    """Refuse a launch of more tiles than the kernel can number.
+
+    Raises:
+        UsageError: there are ``most`` or more.
+    """
+    if tiles >= most:
+        raise UsageError(
+            f"{shape.batch} query tokens of {shape.heads} heads with lists of {shape.width} entries: {tiles} tiles, "
+            f"expected fewer than {most}"
+        )
 
 
 def _passes(size: int, output_tiles: int, device: DeviceFacts) -> int:
