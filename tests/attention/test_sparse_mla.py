@@ -213,6 +213,15 @@ def test_splits_of_wide_tiles_follow_from_the_width_under_batch_invariance(stub_
         assert (plan.selections[0].splits, plan.selections[0].slack_tiles) == (splits, 0)
 
 
+def test_only_lists_that_are_split_have_scratch_under_batch_invariance(stub_runtime: Runtime) -> None:
+    # Of each split of 64 rows: fp16 outputs of 512 columns, and 10 numbers of each row.
+    of_split = 64 * (2 * 512 + 4 * 10)
+    for width, nbytes in ((512, 0), (513, 100 * 2 * (4 + 2 * of_split)), (2048, 100 * 2 * (4 + 4 * of_split))):
+        given = tokens_of(100, width, heads=128)
+        plan = plan_sparse_mla_decode(**given, batch_invariant=True, runtime=stub_runtime, device_facts=H200)
+        assert sum(region.nbytes for region in plan.regions if region.name != "status") == nbytes
+
+
 REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "rank of q": ({"q": view("bfloat16", TOKENS, 576)}, r"q: shape \(7, 576\), expected \[tokens, heads, columns\]"),
     "dtype of q": ({"q": view("float16", TOKENS, HEADS, 576)}, "q: dtype float16, expected bfloat16"),

@@ -101,8 +101,12 @@ def _portable(plan: LaunchPlan) -> LaunchPlan | None:
 
 
 def sparse_mla_regions(selection: SparseMlaSelection, problem: SparseMlaProblem) -> tuple[Region, ...]:
-    """The workspace; an output tile is one row tile of a token. Clusters merge in their shared memory."""
+    """The workspace; an output tile is one row tile of a token.
+
+    Clusters merge in their shared memory, and what is not split needs no merge.
+    """
     output_tiles, rows = problem.shape.batch * selection.row_tiles, int(selection.kernel.traits["rows"])
     statistics_bytes, out_bytes = rows * (2 + CONSTANTS.mla_max_row_scales) * 4, rows * problem.latent * 2
-    splits, ctas = (0, 0) if selection.cluster_size else (selection.splits, selection.ctas)
+    merges = not selection.cluster_size and selection.splits != 1
+    splits, ctas = (selection.splits, selection.ctas) if merges else (0, 0)
     return scratch_regions(output_tiles, splits, ctas, statistics_bytes, out_bytes)
