@@ -156,6 +156,48 @@ def test_lengths_may_be_those_of_lists(
     assert sent(standin)["topk_lens"] == lens.pointer
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [mla_list_arguments, mla_list_arguments_of_656_bytes, mla_list_arguments_of_ragged_queries],
+    ids=["bf16", "656 bytes", "ragged"],
+)
+def test_without_lengths_all_entries_count(
+    standin: StandIn, memory: MadeUpMemory, arguments: Callable[..., dict[str, Any]]
+) -> None:
+    decode(**arguments(memory) | {"seq_lens": None})
+    assert sent(standin)["topk_lens"] == 0
+
+
+def test_calls_with_and_without_lengths_are_not_alike(
+    standin: StandIn, memory: MadeUpMemory, full_calls: list[object]
+) -> None:
+    for _ in range(3):
+        given = mla_list_arguments_of_656_bytes(memory)
+        decode(**given | {"seq_lens": None})
+        assert sent(standin)["topk_lens"] == 0
+        decode(**given)
+        assert sent(standin)["topk_lens"] == given["seq_lens"].pointer
+    assert len(full_calls) == 2
+
+
+def test_without_lengths_of_keys_those_of_lists_count(standin: StandIn, memory: MadeUpMemory) -> None:
+    lens = memory.tensor("int32", 7)
+    decode(**mla_list_arguments_of_ragged_queries(memory, seq_lens=None, sparse_mla_top_k_lens=lens))
+    assert sent(standin)["topk_lens"] == lens.pointer
+
+
+@pytest.mark.parametrize("shape", [(0,), (1, 5)])
+def test_sums_of_ragged_queries_are_checked_without_lengths(memory: MadeUpMemory, shape: tuple[int, ...]) -> None:
+    sums = memory.tensor("int32", *shape)
+    with pytest.raises(UsageError, match="cum_seq_lens_q: "):
+        decode(**mla_list_arguments_of_ragged_queries(memory, seq_lens=None, cum_seq_lens_q=sums, max_q_len=None))
+
+
+def test_all_keys_have_lengths(memory: MadeUpMemory) -> None:
+    with pytest.raises(UsageError, match="seq_lens: None, expected lengths"):
+        decode(**mla_list_arguments(memory, seq_lens=None, sparse_mla_top_k=0))
+
+
 @pytest.mark.parametrize("shape", [None, (8, 16), (4, 2, 16)])
 def test_the_log_sum_exp_is_returned(standin: StandIn, memory: MadeUpMemory, shape: tuple[int, ...] | None) -> None:
     given = None if shape is None else memory.tensor("float32", *shape)

@@ -54,7 +54,7 @@ class Arguments:
     operator: Callable[..., Any]
     query: Tensor
     workspace_buffer: Tensor
-    seq_lens: Tensor
+    seq_lens: Tensor | None
     sinks: Tensor | None = None
     enable_pdl: bool | None
     batch_invariant: bool

@@ -51,7 +51,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
     kv_lora_rank: int,
     qk_rope_head_dim: int,
     block_tables: Tensor,
-    seq_lens: Tensor,
+    seq_lens: Tensor | None,
     max_seq_len: int,
     sparse_mla_top_k: int = 0,
     out: Tensor | None = None,
@@ -102,7 +102,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
             sparse_mla_top_k]`` slots, xqa: with ``cum_seq_lens_q`` ``[tokens, sparse_mla_top_k]``.
         seq_lens: int32 ``[batch]``, keys of each request, those of its query tokens included. Sparse MLA on xqa also
             takes ``[batch, q_len]`` or ``[tokens]``, how many entries of its list each query token has: more than the
-            list are all. Of rows of 656 bytes, with several query tokens per request, it takes nothing else.
+            list are all. Of rows of 656 bytes, with several query tokens per request, it takes nothing else but None:
+            all entries of each list count, or as many as ``sparse_mla_top_k_lens`` says.
         max_seq_len: bound on ``seq_lens``; sparse MLA on xqa does not depend on it.
         sparse_mla_top_k: entries of a list, one for each query token; 0: there are no lists. trtllm-gen: a multiple of
             4; xqa: 1 to 32,768.
@@ -115,7 +116,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
         uses_shared_paged_kv_idx: False: ``block_tables`` has K's and V's, ``[batch, 2, columns]``; xqa: V lies in K.
             Sparse MLA on xqa refuses it.
         sparse_mla_top_k_lens: int32 ``[tokens]``, how many entries of its list a query token has; ``seq_lens`` then
-            does not count. None: those within ``seq_lens``.
+            does not count. None: as ``seq_lens`` says.
         return_lse_base: "base2" or "basee", the base of ``lse``; "basee" needs a torch tensor, and multiplies it by a
             launch of its own. None: that of the kernel which FlashInfer has for the call: base e with ``enable_dcp`` or
             ``cum_seq_lens_q``, with 65 to 127 heads, and with pages of other than 32 or 64 tokens, else base 2. Sparse
@@ -182,6 +183,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
     if name == XQA and call.sparse_mla_top_k > 0:
         return decode_lists(call, by_request, _output(call, by_request))
     call.refuse("kv_scale_format")
+    if seq_lens is None:
+        raise UsageError("None, expected lengths: only lists on backend xqa have none", argument="seq_lens")
     lengths = view_of(seq_lens, "seq_lens")
     batch = batch_of(lengths)
     _check_batch(by_request, lengths)

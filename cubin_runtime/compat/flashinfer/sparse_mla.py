@@ -12,7 +12,7 @@ from ...kernels.native.sparse_mla.select import ROW_FORMS
 from ...tensor import TensorView, view_of
 from .arguments import TrtllmMlaArguments, tensor_or_none
 from .layouts import flat_tokens, latent_cache
-from .lengths import query_lengths
+from .lengths import batch_of, query_lengths
 from .native import launch_batch
 from .outputs import Output, lse_of, with_lse
 from .scales import factor_of
@@ -80,13 +80,13 @@ def _refuse(call: TrtllmMlaArguments, scaled_rows: bool) -> None:
 
 
 def _batch(call: TrtllmMlaArguments, query: TensorView) -> int:
-    """The number of requests: of ``query``, or of ``seq_lens`` where queries are ragged."""
+    """The number of requests: of ``query``, or where queries are ragged of ``seq_lens``, or else of their sums."""
     if call.cum_seq_lens_q is None:
         return query.shape[0]
-    shape = view_of(call.seq_lens, "seq_lens").shape
-    if len(shape) != 1:
-        raise UsageError(f"shape {shape}, expected one dimension, a length for each request", argument="seq_lens")
-    return shape[0]
+    if call.seq_lens is not None:
+        return batch_of(view_of(call.seq_lens, "seq_lens"))
+    sums = view_of(call.cum_seq_lens_q, "cum_seq_lens_q").shape
+    return max(0, sums[0] - 1) if len(sums) == 1 else 0
 
 
 def _by_token(view: TensorView, name: str, trailing: int) -> TensorView:
@@ -97,7 +97,7 @@ def _by_token(view: TensorView, name: str, trailing: int) -> TensorView:
 def _list_lengths(
     call: TrtllmMlaArguments, device: int, sizes: tuple[int, int], q_len: int | None, scaled_rows: bool
 ) -> tuple[str, Any]:
-    """The lengths of the lists, int32 ``[tokens]``, and the argument that they are from.
+    """The lengths of the lists, int32 ``[tokens]``, None if all entries count, and the argument that they are from.
 
     FlashInfer counts the entries of a list that are within the keys of its query token. One length for each query token
     is that count already; one for each request is that of its last query token. Lengths may exceed the lists.
@@ -109,6 +109,8 @@ def _list_lengths(
             for those of their keys and does not count by them, so there is no meaning that all kernels share.
     """
     batch, tokens = sizes
+    if call.seq_lens is None:
+        return "sparse_mla_top_k_lens", _lens_of_tokens(call, tokens, device)
     view = view_of(call.seq_lens, "seq_lens")
     by_token = q_len is not None and view.shape in ((batch, q_len), (tokens,))
     if not by_token and view.shape != (batch,):
@@ -118,9 +120,7 @@ def _list_lengths(
     view = _by_token(view, "seq_lens", 0) if by_token else view
     check_vector("seq_lens", view, tokens if by_token else batch, "int32", device)
     if call.sparse_mla_top_k_lens is not None:
-        lens = view_of(call.sparse_mla_top_k_lens, "sparse_mla_top_k_lens")
-        check_vector("sparse_mla_top_k_lens", lens, tokens, "int32", device)
-        return "sparse_mla_top_k_lens", lens
+        return "sparse_mla_top_k_lens", _lens_of_tokens(call, tokens, device)
     if by_token:
         return "seq_lens", view
     if scaled_rows:
@@ -132,3 +132,12 @@ def _list_lengths(
         )
     sums = call.cum_seq_lens_q if q_len is None else q_len
     return "seq_lens", call.runtime.memory.causal("seq_lens", call.seq_lens, sums, tokens)
+
+
+def _lens_of_tokens(call: TrtllmMlaArguments, tokens: int, device: int) -> TensorView | None:
+    """The view of ``sparse_mla_top_k_lens``, if there are such."""
+    if call.sparse_mla_top_k_lens is None:
+        return None
+    lens = view_of(call.sparse_mla_top_k_lens, "sparse_mla_top_k_lens")
+    check_vector("sparse_mla_top_k_lens", lens, tokens, "int32", device)
+    return lens

@@ -10,7 +10,7 @@ from ...attention.torch_ops import TORCH_SCRATCH, TorchOp
 
 _KINDS = {
     **dict.fromkeys(("query", "q", "key", "value", "k_cache", "v_cache"), "Tensor"),
-    **dict.fromkeys(("block_tables", "page_table", "seq_lens", "out", "output", "cum_seq_lens_kv"), "Tensor"),
+    **dict.fromkeys(("block_tables", "page_table", "out", "output", "cum_seq_lens_kv"), "Tensor"),
     **dict.fromkeys(("sinks", "attention_sinks", "mask", "q_cu_seq_lens", "lse", "sparse_mla_top_k_lens"), "Tensor?"),
     **dict.fromkeys(("bmm1_scale", "bmm2_scale", "q_scale", "kv_scale"), "Scale"),
     **dict.fromkeys(("max_seq_len", "window_left", "max_kv_len", "batch_size", "sliding_win_size"), "SymInt"),
@@ -22,7 +22,7 @@ _KINDS = {
     **dict.fromkeys(("kv_layout", "backend", "kv_scale_format"), "str"),
     **dict.fromkeys(("batch_invariant", "causal", "is_causal", "uses_shared_paged_kv_idx", "enable_dcp"), "bool"),
     **dict.fromkeys(("cp_world", "cp_rank"), "int"),
-    **dict.fromkeys(("cum_seq_lens_q", "causal_seqlens_kv_global"), "Tensor?"),
+    **dict.fromkeys(("seq_lens", "cum_seq_lens_q", "causal_seqlens_kv_global"), "Tensor?"),
     "enable_pdl": "bool?",
     "kv_cache": "Tensor[]",
 }
