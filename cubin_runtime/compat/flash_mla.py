@@ -77,9 +77,10 @@ def flash_mla_with_kvcache(
         is_fp8_kvcache: whether the cache has rows of 656 bytes.
         indices: int32 ``[batch, q_len, width]``, slots of the cache; negative entries are holes. Where pages have gaps
             between them, and a size that is no power of two, torch converts the slots in launches of its own.
-        attn_sink: float32 ``[heads]``, with ``indices`` alone: changes the output, not the log-sum-exp; infinite ones,
-            too, at the cost of a launch by torch.
-        topk_length: int32 ``[batch]``, with ``indices`` alone: entries of each request's lists that count.
+        attn_sink: float32 ``[heads]``, with ``indices`` alone: changes the output, not the log-sum-exp. Infinite ones
+            are taken, for which torch makes a copy in a launch of its own.
+        topk_length: int32 ``[batch]``, with ``indices`` alone: entries of each request's lists that count. Torch copies
+            them for each query token if there are several, in a launch of its own.
         extra_k_cache, extra_indices_in_kvcache, extra_topk_length: refused unless None.
 
     Returns:
@@ -148,6 +149,9 @@ def _decode_lists(
     for name, tensor in (("attn_sink", sinks), ("topk_length", lengths)):
         if tensor is not None and not is_torch(tensor):
             raise UsageError(f"got {type(tensor).__name__}, expected a tensor of torch", argument=name)
+    batch, q_len = q.shape[:2]
+    if lengths is not None and shape_of(lengths, "topk_length", 1) != (batch,):
+        raise UsageError(f"shape {tuple(lengths.shape)}, expected [{batch}]", argument="topk_length")
     rows, slots = _without_gaps(cache, indices.flatten(0, 1))
     try:
         sparse_mla_decode(
@@ -155,7 +159,7 @@ def _decode_lists(
             rows,
             slots,
             softmax_scale=softmax_scale,
-            topk_lens=_of_tokens(lengths, q.shape[1]),
+            topk_lens=_of_tokens(lengths, q_len),
             sinks=None if sinks is None else sinks.clamp(max=_LARGEST_SINK),
             lse_base="e",
             lse_sink=False,
@@ -169,17 +173,20 @@ def _decode_lists(
 def _without_gaps(cache: Any, slots: Any) -> tuple[Any, Any]:
     """The rows of a cache with the gaps between its pages, and slots of these rows: kernels divide by powers of two.
 
-    A cache that needs no conversion, and one whose gaps are no whole rows, come back as they are.
+    Where a gap is no whole rows, rows begin as often as the distances of pages and of rows both are whole steps. A
+    cache that needs no conversion comes back as it is.
     """
     pages, page_size = cache.shape[:2]
     page, row = cache.stride()[:2]
-    if pages == 1 or page_size.bit_count() == 1 or page <= page_size * row or page % row:
+    if pages == 1 or page_size.bit_count() == 1 or page <= page_size * row or row == 0:
         return cache, slots
-    in_page = page // row
-    rows = cache.as_strided(((pages - 1) * in_page + page_size, cache.shape[3]), (row, cache.stride(3)))
+    step = math.gcd(page, row)
+    in_page, in_row = page // step, row // step
+    count = (pages - 1) * in_page + (page_size - 1) * in_row + 1
+    rows = cache.as_strided((count, cache.shape[3]), (step, cache.stride(3)))
     # Holes stay holes: below 0, or behind the last row.
     slots = slots.clamp(-1, pages * page_size)
-    return rows, slots + slots.div(page_size, rounding_mode="floor") * (in_page - page_size)
+    return rows, slots * in_row + slots.div(page_size, rounding_mode="floor") * (in_page - page_size * in_row)
 
 
 def _of_tokens(lengths: Any, q_len: int) -> Any:

@@ -110,6 +110,29 @@ def test_slots_of_pages_of_any_size_with_gaps_become_slots_of_rows_without(monke
     assert (tuple(lists.shape), lists.dtype) == ((BATCH * Q_LEN, len(slots)), INT32)
 
 
+def test_slots_are_converted_where_gaps_are_no_whole_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(flash_mla, "sparse_mla_decode", lambda _, cache, lists, **__: seen.extend((cache, lists)))
+    memory = torch.randint(0, 99, (10 * (61 * 656 + 48),), dtype=torch.uint8)
+    pages = memory.as_strided((10, 61, 1, 656), (61 * 656 + 48, 656, 656, 1))
+    slots = torch.tensor([0, 60, 61, 345, 609, -1, -(2**31), 610, 2**31 - 1], dtype=INT32)
+    flash_mla.flash_mla_with_kvcache(**call(k_cache=pages, indices=slots.expand(BATCH, Q_LEN, len(slots))))
+    rows, lists = seen
+    assert (rows.data_ptr(), rows.stride()) == (pages.data_ptr(), (16, 1))
+    assert torch.equal(rows[lists[0, :5]], pages.reshape(-1, 656)[slots[:5]])
+    assert (lists[:, 5:7] < 0).all()
+    assert (lists[:, 7:] >= len(rows)).all()
+
+
+def test_a_cache_with_such_gaps_reaches_the_kernel(standin: StandIn) -> None:
+    memory = torch.zeros(10 * (61 * 656 + 48), dtype=torch.uint8)
+    pages = memory.as_strided((10, 61, 1, 656), (61 * 656 + 48, 656, 656, 1))
+    flash_mla.flash_mla_with_kvcache(**call(k_cache=pages))
+    seen = sent(standin, SPARSE_MLA_DECODE)
+    assert (seen["row_bytes"], seen["page_size_log2"], seen["kv_cache"]) == (16, 0, pages.data_ptr())
+    assert seen["rows"] == (9 * (61 * 656 + 48) + 60 * 656) // 16 + 1
+
+
 @pytest.mark.parametrize("page_size", [61, 64])
 def test_other_caches_reach_the_kernel_as_they_are(standin: StandIn, page_size: int) -> None:
     pages = torch.zeros(10, 65, 1, 656, dtype=torch.uint8)
@@ -167,7 +190,14 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "sinks that are a number": (call(attn_sink=1.0), "attn_sink: got float, expected a tensor of torch"),
     "lengths that are a list": (call(topk_length=[1, 2, 3]), "topk_length: got list, expected a tensor of torch"),
     "sinks of other heads": (call(attn_sink=torch.zeros(3)), "attn_sink: shape"),
-    "lengths of other requests": (call(topk_length=torch.zeros(7, dtype=INT32)), "topk_length: shape"),
+    "lengths of other requests": (
+        call(topk_length=torch.zeros(7, dtype=INT32)),
+        r"topk_length: shape \(7,\), expected \[3\]",
+    ),
+    "lengths of query tokens": (
+        call(topk_length=torch.zeros(BATCH, Q_LEN, dtype=INT32)),
+        r"topk_length: shape \(3, 2\), expected 1 dim",
+    ),
     "a table of other requests": (
         dense(block_table=torch.zeros(7, 4, dtype=INT32)),
         "block_table: shape|cache_seqlens: ",
