@@ -44,7 +44,7 @@ def test_it_names_the_bounds_of_a_call() -> None:
     assert f"{WIDTHS} columns" in TEXT
     assert f"pages of {PAGE_SIZES[0]}, {PAGE_SIZES[1]} or {PAGE_SIZES[2]} tokens" in TEXT
     assert f"1 to {MAX_HEADS} heads" in TEXT
-    assert f"up to {MAX_QUERIES} draft tokens" in TEXT
+    assert f"up to {MAX_QUERIES} per request" in TEXT
 
 
 def test_it_says_whether_auto_takes_them() -> None:

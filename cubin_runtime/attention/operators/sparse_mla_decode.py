@@ -386,12 +386,14 @@ def sparse_mla_decode(
             four float32 scales, each a factor of 128 of them, and 64 bfloat16 rope columns. ``[pages, page_size,
             width]``, ``[pages, page_size, 1, width]``, ``[pages, 1, page_size, width]`` or ``[rows, width]``, strides
             in multiples of 16 bytes. page_size is any if pages follow each other without gaps, else a power of two.
+            1 to 2^31 - 1 rows.
         indices: int32 ``[tokens, width]``, width 1 to 32,768: the slots ``page * page_size + offset`` of the rows that
             each query token attends to. Negative entries, anywhere, are holes. A slot outside the cache is a hole too,
             and ``plan.check`` reports it. A slot that occurs twice counts twice.
         softmax_scale: factor of the scores other than 0: a number, or a one-element float32 tensor on the device.
         output_scale: factor of the output, like ``softmax_scale``.
-        topk_lens: int32 ``[tokens]``, contiguous: how many entries of each list count, 0 to width. None: all.
+        topk_lens: int32 ``[tokens]``, contiguous: how many entries of each list count, 0 to width. Others are clamped,
+            and ``plan.check`` reports them. None: all.
         sinks: float32 ``[heads]``, contiguous: one logit per head (natural exponent) that is added to the softmax
             denominator only. None: no sinks.
         lse_base: base of the log-sum-exp, "2" or "e".
