@@ -247,7 +247,8 @@ class CubinRuntimeSparseMlaImpl(*_BASES):  # type: ignore[misc]
         Args:
             q: ``[tokens, heads, 576]``, or a pair of its two parts.
             kv_cache: ``[..., 576]``, or bytes ``[..., 656]``; rows, or blocks of 64 of them.
-            indices: slots, int32 ``[tokens, width]``; the negative ones, wherever they stand, are holes.
+            indices: slots, int32 ``[tokens, width]``; the negative ones are holes, wherever they stand, but those that
+                vLLM's kernel for prompts gets, at the end.
             decode_tokens: the first so many tokens decode; others, of prompts, may go to vLLM's own kernel.
 
         Returns:
