@@ -169,7 +169,8 @@ def _check_tiles(shape: SparseMlaShape, tiles: int, most: int) -> None:
     if tiles >= most:
         raise UsageError(
             f"{shape.batch} query tokens of {shape.heads} heads with lists of {shape.width} entries: {tiles} tiles, "
-            f"expected fewer than {most}"
+            f"expected fewer than {most}",
+            argument="q",
         )
 
 
