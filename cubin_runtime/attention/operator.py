@@ -93,16 +93,16 @@ class CallTensors(dict[str, TensorView]):
 
     def check_dtypes(self) -> None:
         """Check that every tensor has an allowed dtype."""
-        dependent = []
         for arg, view in self._there:
-            if not isinstance(arg.dtypes, tuple):
-                dependent.append((arg, view, arg.dtypes))
-            elif view.dtype not in arg.dtypes:
-                check_dtype(arg.name, view, arg.dtypes)
-        for arg, view, dtypes in dependent:
+            if isinstance(arg.dtypes, tuple):
+                if view.dtype not in arg.dtypes:
+                    check_dtype(arg.name, view, arg.dtypes)
+                continue
             other = self[arg.dtypes_by]
-            if view.dtype not in dtypes[other.dtype]:
-                check_dtype(arg.name, view, dtypes[other.dtype], f" with {other.dtype} caches")
+            if other.dtype not in arg.dtypes:
+                check_dtype(arg.dtypes_by, other, tuple(arg.dtypes))
+            if view.dtype not in arg.dtypes[other.dtype]:
+                check_dtype(arg.name, view, arg.dtypes[other.dtype], f" with {other.dtype} caches")
 
     def check_shapes(self, **expected: Sequence[tuple[int, ...]]) -> None:
         """Check that each tensor that is there has one of the shapes expected of its name."""
