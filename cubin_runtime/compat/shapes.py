@@ -17,12 +17,11 @@ def shape_of(tensor: Any, name: str, *ranks: int) -> tuple[int, ...]:
     """The shape of a tensor of one of these ranks, or of any if there are none.
 
     Raises:
-        UsageError: it has another rank, or is no tensor.
+        UsageError: it has another rank, is nested, or is no tensor.
     """
-    try:
-        shape = tuple(tensor.shape) if is_torch(tensor) else view_of(tensor, name).shape
-    except RuntimeError as error:  # of torch
-        raise UsageError("a nested tensor, expected one with sizes", argument=name) from error
+    if getattr(tensor, "is_nested", False):
+        raise UsageError("a nested tensor, expected one with a single shape", argument=name)
+    shape = tuple(tensor.shape) if is_torch(tensor) else view_of(tensor, name).shape
     if ranks and len(shape) not in ranks:
         raise UsageError(
             f"shape {shape}, expected {' or '.join(str(rank) for rank in ranks)} dimensions", argument=name

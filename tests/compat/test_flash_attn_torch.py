@@ -8,7 +8,9 @@ import pytest
 
 from cubin_runtime.attention import Runtime
 from cubin_runtime.compat import flash_attn, flash_attn_interface
+from cubin_runtime.compat.flash_attn import append_checks
 from cubin_runtime.compat.flash_attn import cache as cache_module
+from cubin_runtime.compat.flash_attn.options import Options
 from cubin_runtime.compat.flash_attn.tensors import whole_cache
 from cubin_runtime.errors import UsageError
 from cubin_runtime.kernels.native.append.params import APPEND_KV
@@ -217,7 +219,77 @@ def test_new_tokens_need_lengths() -> None:
         flash_attn.flash_attn_with_kvcache(**cached(new=1, cache_seqlens=None, **unpaged(500)))
 
 
+REFUSED_ATTENTION: list[tuple[dict[str, Any], str]] = [
+    ({"q": torch.zeros(BATCH, 1, HEADS, DIM)}, "q: dtype float32, expected bfloat16"),
+    ({"q": torch.zeros(BATCH, 1, 3, DIM, dtype=BF16)}, "q: 3 heads over 2 KV heads"),
+    ({"q": torch.zeros(BATCH, 1, HEADS, DIM + 1, dtype=BF16)[..., 1:]}, "q: address|q: strides"),
+    ({"q": torch.zeros(BATCH, 1, HEADS, DIM, dtype=BF16, requires_grad=True)}, "q: requires grad"),
+    ({"softmax_scale": float("nan")}, "softmax_scale=nan: expected a finite number"),
+    ({"softmax_scale": torch.zeros(3)}, r"softmax_scale: shape \(3,\)"),
+    ({"window_size": (1, 2, 3)}, "window_size="),
+    ({"softcap": -1.0}, "softcap=-1.0: expected 0"),
+    ({"s_aux": torch.zeros(5)}, r"s_aux: shape \(5,\)"),
+    ({"learnable_sink": torch.zeros(HEADS, dtype=torch.int16)}, "learnable_sink: dtype int16"),
+    ({"k_descale": torch.ones(1)}, "k_descale: a tensor with bfloat16 keys"),
+    ({"out": torch.zeros(BATCH, 2, HEADS, DIM, dtype=BF16)}, "out: shape"),
+    ({"out": torch.zeros(1, 1, HEADS, DIM, dtype=BF16).expand(BATCH, -1, -1, -1)}, "out: strides .*no overlapping"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED_ATTENTION)
+@pytest.mark.parametrize("calls_before", [0, 9])
+def test_a_call_that_is_refused_has_appended_nothing(
+    standin: StandIn, changes: dict[str, Any], message: str, calls_before: int
+) -> None:
+    arguments = cached(new=1)
+    for _ in range(calls_before):
+        flash_attn.flash_attn_with_kvcache(**arguments)
+    standin.clear_log()
+    with pytest.raises(UsageError, match=f"^({message})"):
+        flash_attn.flash_attn_with_kvcache(**{**arguments, **changes})
+    assert standin.calls("cuLaunchKernelEx") == []
+
+
+@pytest.mark.parametrize("q_len", [1, 9])
+def test_attention_behind_an_append_is_checked_once_for_calls_alike(
+    standin: StandIn, monkeypatch: pytest.MonkeyPatch, q_len: int
+) -> None:
+    checks = []
+    monkeypatch.setattr(append_checks, "attend_cache", lambda *_: checks.append(q_len))
+    rows = torch.zeros(BATCH * q_len * HEADS * DIM + 8, dtype=BF16)
+    for first in (0, 8, 2, 2, 0):  # of 16 bytes, or of 4
+        q = rows[first : rows.numel() - 8 + first].view(BATCH, q_len, HEADS, DIM)
+        for _ in range(2):
+            append_checks.check_before_append(
+                cache_module.queries_of(q, None, None), *_checked_with(cached(q_len, new=1))
+            )
+    assert len(checks) == 3
+
+
+def _checked_with(arguments: dict[str, Any]) -> tuple[Any, ...]:
+    """A cache, its lengths and options as a call with these arguments has them."""
+    cache = cache_module.cache_of(
+        arguments["k_cache"], arguments["v_cache"], arguments["block_table"], "block_table", None, BATCH
+    )
+    options = Options(
+        names={},
+        window_size=(-1, -1),
+        softmax_scale=None,
+        causal=True,
+        softcap=0.0,
+        sinks=None,
+        out=None,
+        returns_lse=False,
+        batch_invariant=False,
+    )
+    return cache, arguments["cache_seqlens"], options
+
+
 NARROW = torch.zeros(BATCH, 1, 1, DIM, dtype=BF16)
+
+
+def _ragged(sums: Any) -> dict[str, Any]:
+    return {"cu_seqlens_k_new": sums, **{name: torch.zeros(6, KV_HEADS, DIM, dtype=BF16) for name in ("k", "v")}}
 
 
 @pytest.mark.parametrize(
@@ -229,6 +301,24 @@ NARROW = torch.zeros(BATCH, 1, 1, DIM, dtype=BF16)
         ({"v_cache": torch.zeros(PAGES, PAGE, 1, DIM, dtype=BF16)}, "v_cache: shape"),
         ({"cache_seqlens": torch.zeros(5, dtype=INT32)}, r"cache_seqlens: shape \(5,\)"),
         ({"cu_seqlens_k_new": torch.zeros(4, dtype=INT32)}, "k: shape .*expected 3 dimensions"),
+        ({"k": None}, "v: given without k, expected None"),
+        ({"v": None}, "v: None with k"),
+        ({"cache_seqlens": torch.zeros(3, dtype=torch.uint32)}, "cache_seqlens: dtype uint32, expected int32"),
+        ({"cache_seqlens": torch.eye(3, dtype=INT32).to_sparse()}, "cache_seqlens: layout torch.sparse_coo"),
+        (_ragged(torch.zeros(3, dtype=INT32)), r"cu_seqlens_k_new: shape \(3,\), expected \(4,\)"),
+        (_ragged(torch.zeros(4)), "cu_seqlens_k_new: dtype float32, expected int32"),
+        (_ragged(torch.zeros((), dtype=INT32)), r"cu_seqlens_k_new: shape \(\), expected 1 dim"),
+        (_ragged(torch.zeros(4, dtype=INT32, device="meta")), "cu_seqlens_k_new: on meta, cache_seqlens is on cpu"),
+        ({"cache_batch_idx": torch.zeros(4, dtype=INT32)}, r"cache_batch_idx: shape \(4,\), expected \(3,\)"),
+        ({"cache_batch_idx": torch.zeros(3)}, "cache_batch_idx: dtype float32, expected int32"),
+        ({"cache_batch_idx": torch.zeros(3, dtype=INT32, device="meta")}, "cache_batch_idx: on meta, block_table is"),
+        (
+            {
+                "cache_batch_idx": torch.zeros(3, dtype=INT32),
+                "block_table": torch.zeros(0, COLUMNS, dtype=INT32),
+            },
+            "block_table: shape .*expected 1 row or more",
+        ),
     ],
 )
 def test_an_append_names_the_callers_arguments(standin: StandIn, changes: dict[str, Any], message: str) -> None:
@@ -319,16 +409,37 @@ def test_query_tokens_that_are_not_used_become_requests_without_keys(
     assert seen["kv_cu_seq_lens"].tolist() == [0, 100, 100, 150, 150, 450, 450]
 
 
+USED = torch.zeros(BATCH, dtype=INT32)
+NESTED = torch.nested.nested_tensor([torch.zeros(2, 4), torch.zeros(3, 4)], layout=torch.jagged)
+
+
 @pytest.mark.parametrize(
-    ("used", "words"),
+    ("changes", "words"),
     [
-        (torch.zeros(4, dtype=INT32), r"seqused_q: shape \(4,\), expected \(3,\)"),
-        (torch.zeros(3, dtype=torch.int64), "seqused_q: dtype int64, expected int32"),
+        ({"seqused_q": torch.zeros(4, dtype=INT32)}, r"seqused_q: shape \(4,\), expected \(3,\)"),
+        ({"seqused_q": USED.long()}, "seqused_q: dtype int64, expected int32"),
+        ({"seqused_q": USED.to("meta")}, "seqused_q: on meta, cu_seqlens_q is on cpu"),
+        ({"cu_seqlens_q": torch.zeros(4, dtype=torch.uint32)}, "cu_seqlens_q: dtype uint32, expected int32"),
+        ({"cu_seqlens_q": torch.zeros(0, dtype=INT32)}, r"cu_seqlens_q: shape \(0,\), expected \(batch"),
+        ({"cu_seqlens_k": torch.zeros(4, dtype=torch.bool)}, "cu_seqlens_k: dtype bool, expected int32"),
+        ({"cu_seqlens_k": torch.zeros(3, dtype=INT32)}, r"cu_seqlens_k: shape \(3,\), expected \(4,\)"),
+        ({"seqused_k": torch.zeros((), dtype=INT32)}, r"seqused_k: shape \(\), expected 1 dim"),
+        ({"seqused_k": torch.zeros(3, dtype=INT32).to_sparse()}, "seqused_k: layout torch.sparse_coo"),
+        ({"block_table": torch.zeros((), dtype=INT32)}, r"block_table: shape \(\), expected 2 dim"),
+        ({"v_descale": torch.eye(3).to_sparse()}, "v_descale: layout torch.sparse_coo"),
+        ({"v_descale": NESTED}, "v_descale: a nested tensor"),
+        ({"s_aux": NESTED}, "s_aux: a NestedTensor"),
+        ({"k": NESTED}, "k: a nested tensor"),
     ],
 )
-def test_numbers_of_used_query_tokens_that_are_refused(used: Any, words: str) -> None:
-    with pytest.raises(UsageError, match=words):
-        flash_attn.flash_attn_varlen_func(**varlen(seqused_q=used))
+def test_a_wrong_tensor_that_others_would_be_made_of_is_named(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=f"^{words}"):
+        flash_attn.flash_attn_varlen_func(**varlen(**{"seqused_q": USED, **changes}))
+
+
+def test_one_split_may_come_as_a_tensor(kept: dict[str, Any]) -> None:
+    flash_attn.flash_attn_with_kvcache(**cached(num_splits=torch.tensor(1)))
+    assert kept["invariant"] is True
 
 
 @pytest.mark.parametrize("q_len", [1, 9])

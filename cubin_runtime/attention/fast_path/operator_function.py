@@ -68,7 +68,7 @@ _undefined: list[tuple[TorchOp, Callable[..., Any]]] = []
 _CONSTANTS = frozenset({bool, int, float, str})
 
 
-def _is_intercepted(arguments: Sequence[Any]) -> bool:
+def is_intercepted(arguments: Sequence[Any]) -> bool:
     """Return whether torch, or a class of tensors, wants to see the ops of a call rather than their memory."""
     torch = sys.modules.get("torch")
     if torch is None:
@@ -77,7 +77,7 @@ def _is_intercepted(arguments: Sequence[Any]) -> bool:
         return True
     others = [value for value in arguments if value is not None and type(value) not in _CONSTANTS]
     flat = [part for value in others for part in (value if isinstance(value, (tuple, list)) else (value,))]
-    tensors = [value for value in flat if isinstance(value, torch.Tensor)]
+    tensors = [value for value in flat if isinstance(value, torch.Tensor) and not value.is_nested]  # refused later
     return any(
         type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
         or torch._is_functional_tensor(tensor)
@@ -353,7 +353,7 @@ class _Operator:
         """The full path, from whose notes a path is built for calls like one that is made again and again."""
         holder = arguments[0] if self.is_method else runtime_of(options.get("runtime"))
         values = self.bound(arguments, options)
-        if self.op is not None and _is_intercepted(list(values.values())):
+        if self.op is not None and is_intercepted(list(values.values())):
             return self.op.call(values)
         if _state.suspended:
             return self._full(**values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from ...attention.checks import integer
@@ -17,15 +18,19 @@ from .tensors import (
     new_lse,
     permuted,
     repeated,
+    requests_of,
     with_zeros,
     without_keys,
 )
 
 
-def attend(q: Any, k: Any, v: Any, options: Options, **where: Any) -> tuple[Any, Any]:
+def attend(
+    q: Any, k: Any, v: Any, options: Options, operator: Callable[..., Any] | None = None, **where: Any
+) -> tuple[Any, Any]:
     """``context_attention``, its output and, if it is wanted, the log-sum-exp in base e; ``where`` are its lengths.
 
     The log-sum-exp is ``[heads, tokens]`` for queries ``[tokens, heads, head_dim]``, else ``[batch, heads, q_len]``.
+    Another ``operator`` may take its place.
 
     Raises:
         as ``context_attention``, in the caller's names.
@@ -39,7 +44,7 @@ def attend(q: Any, k: Any, v: Any, options: Options, **where: Any) -> tuple[Any,
         lse = new if len(shape) == 3 else permuted(new, (1, 0, 2))
     left, right = options.window
     try:
-        out = context_attention(
+        out = (operator or context_attention)(
             q,
             k,
             v,
@@ -82,11 +87,12 @@ def attend_ragged(
     tokens of a request that are not used become a request without keys.
     """
     shape_of(q, "q", 3)
-    batch = shape_of(cu_seqlens_q, "cu_seqlens_q", 1)[0] - 1
+    batch = requests_of(cu_seqlens_q)
     if seqused_q is not None:
-        cu_seqlens_q = divided(cu_seqlens_q, seqused_q)
+        cu_seqlens_q = divided(cu_seqlens_q, seqused_q, batch)
         options = options._replace(
-            k_descale=for_each_part(options.k_descale, batch), v_descale=for_each_part(options.v_descale, batch)
+            k_descale=for_each_part(options.k_descale, "k_descale", batch),
+            v_descale=for_each_part(options.v_descale, "v_descale", batch),
         )
     where = {"q_cu_seq_lens": cu_seqlens_q, "max_q_len": integer("max_seqlen_q", max_seqlen_q)}
     bound = integer("max_seqlen_k", max_seqlen_k)
@@ -94,16 +100,15 @@ def attend_ragged(
         shape_of(cu_seqlens_k, "cu_seqlens_k", 1)
         most = shape_of(k, "k", 3)[0]
         if seqused_q is not None:
-            cu_seqlens_k = without_keys(cu_seqlens_k)
-            seqused_k = None if seqused_k is None else with_zeros(seqused_k, "seqused_k")
+            cu_seqlens_k = without_keys(cu_seqlens_k, batch)
+            seqused_k = None if seqused_k is None else with_zeros(seqused_k, "seqused_k", batch)
         return attend(
             q, k, v, options, kv_cu_seq_lens=cu_seqlens_k, seq_lens=seqused_k, max_seq_len=min(bound, most), **where
         )
     if seqused_k is None:
-        shape_of(cu_seqlens_k, "cu_seqlens_k", 1)
-        seqused_k = differences(cu_seqlens_k, "cu_seqlens_k")
+        seqused_k = differences(cu_seqlens_k, "cu_seqlens_k", batch)
     if seqused_q is not None:
-        seqused_k, table = with_zeros(seqused_k, "seqused_k"), repeated(table, options.names["page_table"])
+        seqused_k, table = with_zeros(seqused_k, "seqused_k", batch), repeated(table, options.names["page_table"])
     columns = shape_of(table, options.names["page_table"], 2)[1]
     most = columns * shape_of(k, "k", 4)[1]
     return attend(q, k, v, options, page_table=table, seq_lens=seqused_k, max_seq_len=min(bound, most), **where)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from ...attention.checks import integer
@@ -15,7 +15,7 @@ from ..renaming import renamed
 from ..shapes import is_torch, shape_of
 from .attention import attend
 from .options import Options
-from .tensors import chosen, column, differences, dtype_of, filled, lengthened, numbers, whole_cache
+from .tensors import chosen, column, dtype_of, filled, lengthened, numbers, requests_of, whole_cache
 
 MOST_DECODED = 8  # query tokens of a request that the decode kernels are for
 # Keys of a request from which on they are faster without lengths, too: they divide the keys over the GPU, and that is
@@ -55,19 +55,20 @@ def queries_of(q: Any, cu_seqlens_q: Any, max_seqlen_q: Any) -> Queries:
         return Queries(q, None, None, shape_of(q, "q", 4)[0])
     shape_of(q, "q", 3)
     bound = None if max_seqlen_q is None else integer("max_seqlen_q", max_seqlen_q)
-    return Queries(q, cu_seqlens_q, bound, shape_of(cu_seqlens_q, "cu_seqlens_q", 1)[0] - 1)
+    return Queries(q, cu_seqlens_q, bound, requests_of(cu_seqlens_q))
 
 
-def cache_of(k_cache: Any, v_cache: Any, table: Any, table_name: str, cache_batch_idx: Any) -> Cache:
-    """The cache of a call; ``cache_batch_idx`` chooses rows of ``table``, or is a page table of whole requests.
+def cache_of(k_cache: Any, v_cache: Any, table: Any, table_name: str, cache_batch_idx: Any, batch: int) -> Cache:
+    """The cache of a call; ``cache_batch_idx`` chooses rows of ``table`` for the ``batch``, or is a page table of whole
+    requests.
 
     Raises:
-        UsageError: a tensor has another rank.
+        UsageError: a tensor has another rank, or ``cache_batch_idx`` cannot choose rows.
     """
     tokens = shape_of(k_cache, "k_cache", 4)[1]
     if table is not None:
         if cache_batch_idx is not None:
-            table = chosen(table, table_name, cache_batch_idx, "cache_batch_idx")
+            table = chosen(table, table_name, cache_batch_idx, "cache_batch_idx", batch)
         return Cache(k_cache, v_cache, table, shape_of(table, table_name, 2)[1] * tokens)
     if cache_batch_idx is None:
         return Cache(k_cache, v_cache, None, tokens)
@@ -101,10 +102,8 @@ def append(
     """
     if v is None:
         raise UsageError("None with k, expected the values of the new tokens", argument="v")
-    if lengths is None:
-        raise UsageError("None with k, expected where the new tokens go", argument="cache_seqlens")
-    shape = shape_of(k, "k", 4 if sums is None else 3)
-    after = lengthened(lengths, shape[1] if sums is None else differences(sums, "cu_seqlens_k_new"))
+    new_tokens = shape_of(k, "k", 4 if sums is None else 3)[1]
+    after = lengthened(lengths, new_tokens, sums, queries.batch)
     table = numbers(queries.q, queries.batch) if cache.table is None else cache.table
     try:
         quantised = dtype_of(k, "k") != dtype_of(cache.k, cache_name["k_cache"])
@@ -115,15 +114,26 @@ def append(
     return after
 
 
-def attend_cache(queries: Queries, cache: Cache, lengths: Any, options: Options) -> tuple[Any, Any]:
-    """Attention of the queries over the cache with these lengths; output and log-sum-exp, as ``attend``."""
+def attend_cache(
+    queries: Queries,
+    cache: Cache,
+    lengths: Any,
+    options: Options,
+    decode: Callable[..., Any] | None = None,
+    context: Callable[..., Any] | None = None,
+) -> tuple[Any, Any]:
+    """Attention of the queries over the cache with these lengths; output and log-sum-exp, as ``attend``.
+
+    Other operators may take the place of ``paged_decode`` and of ``context_attention``.
+    """
     if _is_decode(queries, cache, lengths, options):
-        return _decode(queries, cache, lengths, options), None
+        return _decode(queries, cache, lengths, options, decode or paged_decode), None
     return attend(
         queries.q,
         cache.k,
         cache.v,
         options,
+        context,
         page_table=cache.table,
         seq_lens=lengths,
         q_cu_seq_lens=queries.sums,
@@ -153,7 +163,7 @@ def _is_decode(queries: Queries, cache: Cache, lengths: Any, options: Options) -
     return q_len == 1 or (options.causal and q_len <= MOST_DECODED)
 
 
-def _decode(queries: Queries, cache: Cache, lengths: Any, options: Options) -> Any:
+def _decode(queries: Queries, cache: Cache, lengths: Any, options: Options, decode: Callable[..., Any]) -> Any:
     q, batch, table = queries.q, queries.batch, cache.table
     if table is None and lengths is None:
         table, lengths = whole_cache(q, batch, cache.capacity)
@@ -162,7 +172,7 @@ def _decode(queries: Queries, cache: Cache, lengths: Any, options: Options) -> A
     elif lengths is None:
         lengths = filled(q, batch, cache.capacity)
     try:
-        return paged_decode(
+        return decode(
             q,
             cache.k,
             cache.v,

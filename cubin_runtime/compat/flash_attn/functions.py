@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from ...errors import UsageError
 from ..shapes import shape_of
+from .append_checks import check_before_append
 from .attention import attend_ragged
 from .cache import Cache, append, attend_cache, cache_of, lengths_of, queries_of
 from .options import NAMES, Options, check_kinds, one_of, refuse, sinks_of
@@ -256,6 +258,8 @@ def flash_attn_with_kvcache(
         num_splits: 1 makes a request's bits independent of other requests, as ``deterministic`` does; if head_dim is 64
             or 128, also of whether a token is in a prompt, a draft or a step of its own.
         cu_seqlens_q, max_seqlen_q: as in ``flash_attn_varlen_func``.
+        cu_seqlens_k_new: int32 ``[batch + 1]``, running sums of the numbers of new tokens; unused without ``k``, as
+            engines pass it then too.
         rotary_interleaved, rotary_seqlens, scheduler_metadata: unused.
         rotary_cos, rotary_sin, cache_leftpad: refused.
 
@@ -278,9 +282,12 @@ def flash_attn_with_kvcache(
     refuse(rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_leftpad=cache_leftpad)
     refuse(alibi_slopes=alibi_slopes, qv=qv, attention_chunk=attention_chunk, sm_margin=sm_margin)
     refuse(q_descale=q_descale)
+    if k is None and v is not None:
+        raise UsageError("given without k, expected None", argument="v")
     sinks_name, sinks = sinks_of(s_aux, learnable_sink)
     table_name, table = one_of("block_table", block_table, "page_table", page_table)
-    cache = cache_of(k_cache, v_cache, table, table_name, cache_batch_idx)
+    queries = queries_of(q, cu_seqlens_q, max_seqlen_q)
+    cache = cache_of(k_cache, v_cache, table, table_name, cache_batch_idx, queries.batch)
     table_name = table_name if cache_batch_idx is None or table is not None else "cache_batch_idx"
     caches = {"k_cache": "k_cache", "v_cache": "v_cache", "page_table": table_name}
     names = {**NAMES, **caches, "k": "k_cache", "v": "v_cache", "seq_lens": "cache_seqlens", "sinks": sinks_name}
@@ -293,13 +300,13 @@ def flash_attn_with_kvcache(
         sinks=sinks,
         out=out,
         returns_lse=return_softmax_lse,
-        batch_invariant=bool(deterministic) or num_splits == 1,
+        batch_invariant=bool(deterministic or num_splits == 1),
         k_descale=k_descale,
         v_descale=v_descale,
     )
-    queries = queries_of(q, cu_seqlens_q, max_seqlen_q)
     lengths = lengths_of(cache_seqlens, queries, cache)
     if k is not None:
+        check_before_append(queries, cache, lengths, options)
         lengths = append(k, v, cu_seqlens_k_new, lengths, queries, cache, caches, (k_descale, v_descale))
     result, lse = attend_cache(queries, cache, lengths, options)
     return (result, lse) if return_softmax_lse else result

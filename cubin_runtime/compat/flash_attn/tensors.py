@@ -35,66 +35,90 @@ def new_lse(q: Any, shape: tuple[int, ...]) -> Any:
 
 
 def in_float32(tensor: Any) -> Any:
-    """A 16-bit tensor of torch's as float32, made on the device; any other as it is."""
-    return tensor.float() if is_torch(tensor) and tensor.element_size() == 2 else tensor
+    """A bf16 or fp16 tensor of torch's as float32, made on the device; any other as it is."""
+    return tensor.float() if is_torch(tensor) and dtype_of(tensor, "sinks") in ("bfloat16", "float16") else tensor
 
 
-def differences(sums: Any, name: str) -> Any:
-    """The lengths whose running sums these are, made on the device."""
-    _check_torch(sums, name, "lengths would be made from running sums")
+def requests_of(sums: Any) -> int:
+    """The number of requests whose query tokens these are running sums of; raises ``UsageError`` if there is none."""
+    (count,) = shape_of(sums, "cu_seqlens_q", 1)
+    if count < 2:
+        raise UsageError(f"shape ({count},), expected (batch + 1,) for 1 request or more", argument="cu_seqlens_q")
+    return count - 1
+
+
+def differences(sums: Any, name: str, batch: int) -> Any:
+    """The lengths of ``batch`` requests whose running sums these are, made on the device."""
+    check_vector(sums, name, batch + 1, "lengths would be made from running sums")
     return sums[1:] - sums[:-1]
 
 
-def divided(sums: Any, used: Any) -> Any:
+def divided(sums: Any, used: Any, batch: int) -> Any:
     """Running sums of twice as many requests: the tokens of each that are used, and the others. Made on the device."""
-    _check_torch(sums, "cu_seqlens_q", "running sums for seqused_q would be made")
-    _check_torch(used, "seqused_q", "running sums would be made")
-    check_like(used, "seqused_q", sums.shape[0] - 1)
+    check_vector(sums, "cu_seqlens_q", batch + 1, "running sums for seqused_q would be made")
+    check_vector(used, "seqused_q", batch, "running sums would be made")
+    check_together(used, "seqused_q", sums, "cu_seqlens_q")
     import torch
 
     return torch.cat((torch.stack((sums[:-1], sums[:-1] + used), 1).flatten(), sums[-1:]))
 
 
-def without_keys(sums: Any) -> Any:
+def without_keys(sums: Any, batch: int) -> Any:
     """Running sums of KV lengths with a request of no keys behind each; made on the device."""
-    _check_torch(sums, "cu_seqlens_k", "running sums for seqused_q would be made")
+    check_vector(sums, "cu_seqlens_k", batch + 1, "running sums for seqused_q would be made")
     return sums.repeat_interleave(2)[1:]
 
 
-def with_zeros(lengths: Any, name: str) -> Any:
+def with_zeros(lengths: Any, name: str, batch: int) -> Any:
     """The lengths with a 0 behind each; made on the device."""
-    _check_torch(lengths, name, "lengths for seqused_q would be made")
+    check_vector(lengths, name, batch, "lengths for seqused_q would be made")
     import torch
 
     return torch.stack((lengths, torch.zeros_like(lengths)), 1).flatten()
 
 
 def repeated(rows: Any, name: str) -> Any:
-    """Each row of a tensor twice; made on the device."""
+    """Each row of a matrix twice; made on the device."""
     _check_torch(rows, name, "rows for seqused_q would be made")
+    shape_of(rows, name, 2)
     return rows.repeat_interleave(2, 0)
 
 
-def for_each_part(scale: Any, batch: int) -> Any:
+def for_each_part(scale: Any, name: str, batch: int) -> Any:
     """A scale of ``batch`` requests for twice as many; any other as it is."""
-    return repeated(scale, "k_descale") if is_torch(scale) and scale.dim() == 2 and scale.shape[0] == batch else scale
+    is_of_requests = is_torch(scale) and len(shape := shape_of(scale, name)) == 2 and shape[0] == batch
+    return repeated(scale, name) if is_of_requests else scale
 
 
-def chosen(table: Any, table_name: str, rows: Any, rows_name: str) -> Any:
-    """The rows of a page table with these numbers; made on the device."""
+def chosen(table: Any, table_name: str, rows: Any, rows_name: str, batch: int) -> Any:
+    """The rows of a page table with the numbers of ``batch`` requests; made on the device."""
     _check_torch(table, table_name, f"its rows by {rows_name} would be taken")
-    _check_torch(rows, rows_name, f"rows of {table_name} would be taken")
-    check_like(rows, rows_name, None)
+    shape = shape_of(table, table_name, 2)
+    if shape[0] < 1:
+        raise UsageError(f"shape {shape}, expected 1 row or more", argument=table_name)
+    check_vector(rows, rows_name, batch, f"rows of {table_name} would be taken")
+    check_together(rows, rows_name, table, table_name)
     return table[rows]
 
 
-def check_like(tensor: Any, name: str, length: int | None) -> None:
-    """Raise ``UsageError`` unless it is an int32 vector, of ``length`` elements if that is not None."""
-    (count,) = shape_of(tensor, name, 1)
-    if view_of(tensor, name).dtype != "int32":
-        raise UsageError(f"dtype {view_of(tensor, name).dtype}, expected int32", argument=name)
-    if length is not None and count != length:
-        raise UsageError(f"shape ({count},), expected ({length},)", argument=name)
+def check_vector(tensor: Any, name: str, length: int, what: str) -> None:
+    """Raise ``UsageError`` unless it is a torch tensor, int32 of shape ``[length]``; torch may be tracing it.
+
+    ``what`` is why it must be one.
+    """
+    shape = shape_of(tensor, name, 1)
+    _check_torch(tensor, name, what)
+    dtype = dtype_of(tensor, name)
+    if dtype != "int32":
+        raise UsageError(f"dtype {dtype}, expected int32", argument=name)
+    if shape != (length,):
+        raise UsageError(f"shape {shape}, expected ({length},)", argument=name)
+
+
+def check_together(tensor: Any, name: str, other: Any, other_name: str) -> None:
+    """Raise ``UsageError`` unless two torch tensors are on one device."""
+    if tensor.device != other.device:
+        raise UsageError(f"on {tensor.device}, {other_name} is on {other.device}", argument=name)
 
 
 def dtype_of(tensor: Any, name: str) -> str:
@@ -102,9 +126,13 @@ def dtype_of(tensor: Any, name: str) -> str:
     return str(tensor.dtype).removeprefix("torch.") if is_torch(tensor) else view_of(tensor, name).dtype
 
 
-def lengthened(lengths: Any, more: Any) -> Any:
-    """``lengths`` and ``more``, which is a number or a tensor, made on the device."""
-    _check_torch(lengths, "cache_seqlens", "lengths with the new tokens would be made")
+def lengthened(lengths: Any, new: int, sums: Any, batch: int) -> Any:
+    """The lengths of requests with ``new`` tokens more, or with those of running ``sums``; made on the device."""
+    check_vector(lengths, "cache_seqlens", batch, "lengths with the new tokens would be made")
+    if sums is None:
+        return lengths + new
+    more = differences(sums, "cu_seqlens_k_new", batch)
+    check_together(sums, "cu_seqlens_k_new", lengths, "cache_seqlens")
     return lengths + more
 
 
@@ -169,3 +197,7 @@ def column(vector: Any, name: str) -> Any:
 def _check_torch(tensor: Any, name: str, what: str) -> None:
     if not is_torch(tensor):
         raise UsageError(f"{what} from a {type(tensor).__name__}, which is not a torch tensor", argument=name)
+    import torch
+
+    if tensor.layout is not torch.strided:
+        raise UsageError(f"layout {tensor.layout}, expected torch.strided", argument=name)
