@@ -6,6 +6,7 @@ import ctypes
 import sys
 from functools import lru_cache
 from math import prod
+from operator import index
 from typing import Any, NamedTuple, TypeVar
 
 from .dtypes import ITEM_BYTES, is_dtype
@@ -20,6 +21,7 @@ _DLPACK_E4M3FN = 10  # a code that says the width itself
 _READ_ONLY, _COPIED = 1, 2  # flags of version 1
 _ARRAY_KINDS = {"i": "int", "u": "uint", "f": "float", "b": "bool"}
 _TO_PLAN = "; a plan with device_facts='H200', or of another GPU, takes it"
+_INT = frozenset({int})
 _BOOL = "bool8"  # the name of bool by its kind and width
 
 
@@ -34,7 +36,12 @@ class TensorSpec(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TensorView:
-    """Device memory as a tensor: ``strides`` in elements, ``device`` the ordinal. It keeps nothing alive."""
+    """Device memory as a tensor: ``strides`` in elements, ``device`` the ordinal. It keeps nothing alive.
+
+    Raises:
+        UsageError: the dtype is none of ``dtypes.ITEM_BYTES``, a number is no integer, or shape and strides differ in
+            length.
+    """
 
     pointer: int
     dtype: DTypeName
@@ -47,6 +54,10 @@ class TensorView:
     ) -> None:
         if dtype not in ITEM_BYTES:
             raise UsageError(f"expected one of {', '.join(ITEM_BYTES)}", argument="dtype", value=repr(dtype))
+        is_plain = type(shape) is tuple is type(strides) and _INT.issuperset(map(type, shape + strides))
+        if not is_plain or not isinstance(pointer, int) or type(device) is not int:
+            pointer, device = _integer("pointer", pointer), _integer("device", device)
+            shape, strides = _integers("shape", shape), _integers("strides", strides)
         if len(shape) != len(strides):
             raise UsageError(f"shape={shape} with strides={strides}: expected equal lengths")
         put = object.__setattr__
@@ -58,7 +69,9 @@ class TensorView:
 
     @classmethod
     def contiguous(cls, pointer: int, dtype: DTypeName, shape: tuple[int, ...], device: int = 0) -> TensorView:
-        """A row-major tensor at ``pointer``."""
+        """A row-major tensor at ``pointer``; errors as those of the class."""
+        if type(shape) is not tuple or not _INT.issuperset(map(type, shape)):
+            shape = _integers("shape", shape)
         strides = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
         return cls(pointer, dtype, shape, strides, device)
 
@@ -76,6 +89,21 @@ class TensorView:
                 return False
             step *= size
         return True
+
+
+def _integers(name: str, values: Any) -> tuple[int, ...]:
+    try:
+        values = tuple(values)
+    except Exception:  # whatever an object of another library raises
+        raise UsageError(f"got {type(values).__name__}, expected a tuple of integers", argument=name) from None
+    return tuple([_integer(name, value) for value in values])
+
+
+def _integer(name: str, value: Any) -> int:
+    try:
+        return value if isinstance(value, int) else index(value)
+    except Exception:  # as above
+        raise UsageError(f"got {type(value).__name__}, expected an integer", argument=name) from None
 
 
 Tensor = TensorView | DLPackTensor | CudaArray

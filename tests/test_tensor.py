@@ -157,6 +157,43 @@ def test_an_unknown_dtype_is_refused() -> None:
         TensorView(0, "complex64", (1,), (1,))
 
 
+class Index:
+    """An integer of another library."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def __index__(self) -> int:
+        return self.value
+
+
+def test_lists_and_integers_of_other_libraries_become_a_tuple_of_integers() -> None:
+    view = TensorView(0x1000, "int32", [2, Index(3)], [Index(3), 1])  # type: ignore[arg-type, list-item]
+    assert view == TensorView.contiguous(0x1000, "int32", [2, 3])  # type: ignore[arg-type]
+    assert {*map(type, (*view.shape, *view.strides))} == {int}
+    assert hash(view) == hash(TensorView(0x1000, "int32", (2, 3), (3, 1)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"shape": None}, "shape: got NoneType, expected a tuple of integers"),
+        ({"shape": 4}, "shape: got int, expected a tuple"),
+        ({"shape": (2, 3.0)}, "shape: got float, expected an integer"),
+        ({"strides": "31"}, "strides: got str, expected an integer"),
+        ({"pointer": None}, "pointer: got NoneType, expected an integer"),
+        ({"device": "cuda:0"}, "device: got str, expected an integer"),
+    ],
+)
+def test_what_is_no_integer_is_named(changes: dict[str, Any], message: str) -> None:
+    good = {"pointer": 0x1000, "dtype": "int32", "shape": (2, 3), "strides": (3, 1), "device": 0}
+    with pytest.raises(UsageError, match=f"^{message}"):
+        TensorView(**{**good, **changes})
+    if "shape" in changes:
+        with pytest.raises(UsageError, match=f"^{message}"):
+            TensorView.contiguous(0x1000, "int32", changes["shape"])
+
+
 def test_shape_and_strides_of_other_lengths_are_refused() -> None:
     with pytest.raises(UsageError, match="expected equal lengths"):
         TensorView(0, "int32", (1, 2), (1,))
