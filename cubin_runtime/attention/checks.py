@@ -77,6 +77,18 @@ def integer(name: str, value: Any) -> int:
     return number
 
 
+def graph_count(value: Any) -> int:
+    """``value`` as a number of graphs, the argument ``graphs``.
+
+    Raises:
+        UsageError: it is no integer of 0 or more.
+    """
+    count = integer("graphs", value)
+    if count < 0:
+        raise UsageError("expected 0 or more", argument="graphs", value=count)
+    return count
+
+
 def real(name: str, value: Any) -> float:
     """``value`` as a float, infinity if it is too large.
 

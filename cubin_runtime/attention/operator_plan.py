@@ -27,6 +27,7 @@ from ..launch.workspace import (
     workspace_size,
 )
 from ..provenance import traced
+from .checks import graph_count
 from .fast_path.notes import FastPaths, Launched, Scratch
 from .hook import Run, installed
 from .operator import CallTensors, Given, Operator
@@ -154,9 +155,10 @@ class OperatorPlan:
             graphs: number of later captures to reserve memory for: each graph has its own memory until it is destroyed.
 
         Raises:
+            UsageError: ``stream`` is none, or ``graphs`` no integer of 0 or more.
             WorkspaceError: ``stream`` is capturing and has no workspace yet.
         """
-        handle = self.stream_of(stream)
+        handle, graphs = self.stream_of(stream), graph_count(graphs)
         workspace = self._pool.take(handle)
         if graphs:
             workspace.reserve(graphs, handle)
@@ -329,8 +331,10 @@ class OperatorPlan:
         """Wait for ``stream``, which the workspace belongs to, then read and clear its status word.
 
         Raises:
+            UsageError: ``workspace`` is none, or ``stream`` is none.
             ClampedInputError: a run since the last check found a length, page id, position or prefix sum out of bounds.
         """
+        check_workspace(workspace)
         if STATUS not in self.regions:
             return
         driver, handle = self.driver, self.stream_of(stream)

@@ -9,6 +9,7 @@ from weakref import ref
 
 from ..errors import UsageError, WorkspaceError
 from ..launch.workspace import AnyWorkspace, EagerClaim, Workspace, check_workspace
+from .checks import graph_count
 from .fast_path.guards import KnownForms, guarded
 from .fast_path.notes import note_launch
 from .fast_path.operator_function import Binding, new_paths, suspendable
@@ -83,7 +84,7 @@ class StepPlan(OperatorPlan):
             WorkspaceError, DeviceError: as ``run``.
         """
         arguments = renamed_options("bind", self.operator.former, arguments)
-        names = [arg.name for arg in self.operator.tensors]
+        graphs, names = graph_count(graphs), [arg.name for arg in self.operator.tensors]
         parameters = dict.fromkeys((*names, *self.operator.number_arguments))
         for name in arguments:
             if name not in parameters:

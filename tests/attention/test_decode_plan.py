@@ -201,6 +201,22 @@ def test_the_status_word_is_read_told_and_cleared(runtime: Runtime) -> None:
     plan.check(workspace)
 
 
+@pytest.mark.parametrize("graphs", ["x", 1.5, None, -1])
+def test_a_wrong_number_of_graphs_is_named(runtime: Runtime, standin: StandIn, graphs: Any) -> None:
+    plan = make_plan(runtime)
+    calls = standin.names()
+    for reserve in (plan.prepare, plan.bind):
+        with pytest.raises(UsageError, match=r"^graphs=.*: expected"):
+            reserve(graphs=graphs)
+    assert standin.names() == calls
+
+
+@pytest.mark.parametrize("workspace", [None, 7, object()])
+def test_what_is_no_workspace_is_not_checked(runtime: Runtime, workspace: Any) -> None:
+    with pytest.raises(UsageError, match=r"^workspace: got"):
+        make_plan(runtime).check(workspace)
+
+
 def test_pdl_is_passed_as_a_launch_attribute(runtime: Runtime, standin: StandIn) -> None:
     run(make_plan(runtime, enable_pdl=True))
     assert standin.call("cuLaunchKernelEx")["pdl"] == "1"
