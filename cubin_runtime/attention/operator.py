@@ -324,8 +324,10 @@ def shape_of(tensor: Any, name: str) -> tuple[int, ...]:
     """The shape of a caller's tensor, which torch may trace.
 
     Raises:
-        UsageError: it is no CUDA tensor; the message begins with ``name``.
+        UsageError: it is no CUDA tensor, or is nested; the message begins with ``name``.
     """
+    if getattr(tensor, "is_nested", False):
+        raise UsageError("a nested tensor, expected one with a single shape", argument=name)
     return tuple(tensor.shape) if is_torch(tensor) else view_of(tensor, name).shape
 
 

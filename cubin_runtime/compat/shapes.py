@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..attention.operator import shape_of as shape_of_any
 from ..errors import UsageError
-from ..tensor import view_of
 
 
 def is_torch(tensor: Any) -> bool:
@@ -19,9 +19,7 @@ def shape_of(tensor: Any, name: str, *ranks: int) -> tuple[int, ...]:
     Raises:
         UsageError: it has another rank, is nested, or is no tensor.
     """
-    if getattr(tensor, "is_nested", False):
-        raise UsageError("a nested tensor, expected one with a single shape", argument=name)
-    shape = tuple(tensor.shape) if is_torch(tensor) else view_of(tensor, name).shape
+    shape = shape_of_any(tensor, name)
     if ranks and len(shape) not in ranks:
         raise UsageError(
             f"shape {shape}, expected {' or '.join(str(rank) for rank in ranks)} dimensions", argument=name

@@ -7,7 +7,12 @@ from typing import Any
 
 import pytest
 
+from cubin_runtime import attention
+from cubin_runtime.attention import Runtime
 from cubin_runtime.attention.torch_memory import TorchMemory
+from cubin_runtime.errors import UsageError
+from cubin_runtime.testing import StandIn
+from tests.attention.test_wrong_arguments import CALLS
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
@@ -96,3 +101,14 @@ def test_the_current_stream_is_that_of_the_device_and_the_legacy_one_without_tor
             return lambda device: 0x5000 + (7 if device is None else device)
 
     assert Memory().current_stream(like) == stream
+
+
+@pytest.mark.parametrize("call", [name for name in CALLS if "append" not in name])
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_no_output_is_made_of_a_nested_tensor(stub_runtime: Runtime, standin: StandIn, call: str, layout: Any) -> None:
+    name, arguments = CALLS[call]
+    first = next(iter(arguments))
+    nested = torch.nested.nested_tensor([torch.zeros(2, 4), torch.zeros(3, 4)], layout=layout)
+    with pytest.raises(UsageError, match=f"^{first}: a nested tensor"):
+        getattr(attention, name)(**{**arguments, first: nested, "out": None}, runtime=stub_runtime)
+    assert standin.calls("cuLaunchKernelEx") == []

@@ -52,6 +52,16 @@ def test_a_wrong_argument_of_a_plan_is_our_error(
     assert untyped(getattr(plan, method), tensors, ALL, standin, names) == []
 
 
+@pytest.mark.parametrize("call", CALLS)
+def test_a_wrong_tensor_of_a_call_without_an_output_is_our_error(
+    stub_runtime: Runtime, standin: StandIn, call: str
+) -> None:
+    name, good = CALLS[call]
+    arguments = {name: value for name, value in good.items() if name not in ("out", "lse")}
+    function = getattr(attention, name)
+    assert untyped(function, {**arguments, "runtime": stub_runtime}, VALUES["tensors"], standin, good) == []
+
+
 def test_what_is_no_runtime_does_not_become_the_default() -> None:
     with pytest.raises(UsageError, match="runtime: got str"):
         attention.set_default_runtime("other")  # type: ignore[arg-type]

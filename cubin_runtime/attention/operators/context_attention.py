@@ -378,8 +378,8 @@ def _is_splittable(call: AttentionCall) -> bool:
 
 def _output(arguments: Given) -> OutputForm:
     q = arguments["q"]
-    *tokens, columns = shape_of(q, "q")
-    return OutputForm(q, (*tokens, VALUE_DIMS.get(columns, columns)))
+    shape = shape_of(q, "q")
+    return OutputForm(q, (*shape[:-1], *[VALUE_DIMS.get(columns, columns) for columns in shape[-1:]]))
 
 
 CONTEXT_ATTENTION = AttentionOperator(
