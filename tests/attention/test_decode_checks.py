@@ -125,7 +125,7 @@ def test_a_broken_rule_is_named(name: str, changes: dict[str, Any], words: str) 
 
 
 def test_a_dtype_that_an_output_was_made_with_is_that_of_the_queries() -> None:
-    with pytest.raises(UsageError, match="^q: dtype float32, expected bfloat16 with bfloat16 caches"):
+    with pytest.raises(UsageError, match=r"^q: dtype float32, expected bfloat16 with bfloat16 caches"):
         check(GOOD.changed("q", dtype="float32").changed("out", dtype="float32"))
 
 

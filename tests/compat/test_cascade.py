@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -52,3 +53,15 @@ def test_errors_name_the_argument_as_flashinfer_does(hopper: Runtime) -> None:
         flashinfer.merge_state(view("bfloat16", 1, TOKENS, KV_HEADS, DIM), S_A, V_B, S_B)
     with pytest.raises(UsageError, match=r"v: shape \(23, 8, 128\), expected 4 dimensions"):
         flashinfer.merge_states(V_A, S_A)
+    with pytest.raises(UsageError, match=r"^v_b: got NoneType"):
+        flashinfer.merge_state(V_A, S_A, None, None)
+
+
+@pytest.mark.parametrize("name", ["v", "s", "v_other", "s_other"])
+def test_a_merge_in_place_names_its_arguments(hopper: Runtime, standin: StandIn, name: str) -> None:
+    states = {"v": V_A, "s": S_A, "v_other": V_B, "s_other": S_B}
+    overlapping = replace(states[name], strides=(0, *states[name].strides[1:]))
+    for wrong in (None, overlapping) if name in ("v", "s") else (None,):
+        with pytest.raises(UsageError, match=f"^{name}: "):
+            flashinfer.merge_state_in_place(**{**states, name: wrong})
+    assert standin.calls("cuLaunchKernelEx") == []

@@ -174,7 +174,7 @@ def _check_whose(call: Call) -> None:
         )
     batch = _batch(call)
     if batch < 1:
-        raise UsageError("no requests, expected 1 or more", argument="page_table")
+        raise UsageError("no requests, expected 1 or more", argument="page_table" if bounds is None else "page_indptr")
     check_shape("seq_lens", lengths, (batch,))
     check_shape("q_cu_seq_lens", offsets, (batch + 1,))
     for name, view in (("positions", positions), ("batch_indices", requests)):

@@ -184,10 +184,10 @@ def _check_pages(call: DecodeCall | ContextCall) -> None:
                 f"shape {cache.shape}, expected at least one page, head, token and dimension", argument=name
             )
     if key.shape[:3] != value.shape[:3]:
-        raise UsageError(f"shape {value.shape}, key_cache has {key.shape}", argument="value_cache")
+        raise UsageError(f"shape {value.shape}, expected {key.shape}, like K", argument="value_cache")
     if _steps(key) != _steps(value):
         raise UsageError(
-            f"strides {value.strides}, key_cache has {key.strides}: the kernels take one set for both",
+            f"strides {value.strides}, expected {key.strides}, like K: the kernels take one set for both",
             argument="value_cache",
         )
     packed = 2 if key.dtype == "uint8" else 1
@@ -226,7 +226,7 @@ def _check_block_scales(call: DecodeCall | ContextCall, packed: int) -> None:
         key, value = _steps(call.key_scales), _steps(call.value_scales)
         if key != value:
             raise UsageError(
-                f"strides {value}, key_block_scales has {key}: one set serves both", argument="value_block_scales"
+                f"strides {value}, expected {key}, like K: one set serves both", argument="value_block_scales"
             )
 
 

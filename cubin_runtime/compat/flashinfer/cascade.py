@@ -17,7 +17,8 @@ from ..shapes import is_torch, shape_of
 if TYPE_CHECKING:
     from ...tensor import QueryT, Tensor
 
-_NAMES = {"parts": "v", "part_lses": "s", "other": "v_other", "other_lse": "s_other"}
+_NAMES = {"parts": "v", "part_lses": "s"}
+_IN_PLACE_NAMES = {**_NAMES, "out": "v", "lse": "s", "other": "v_other", "other_lse": "s_other"}
 _PAIR_NAMES = {"parts": "v_a", "part_lses": "s_a", "other": "v_b", "other_lse": "s_b"}
 
 
@@ -32,7 +33,8 @@ def merge_state(v_a: QueryT, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Que
     Returns:
         The merged values, like ``v_a``, and their log-sum-exp.
     """
-    shape_of(v_a, "v_a", 3)
+    for name, tensor, rank in (("v_a", v_a, 3), ("v_b", v_b, 3), ("s_b", s_b, 2)):
+        shape_of(tensor, name, rank)
     try:
         lse = _new_lse(s_a, "s_a", 2)
         return merge_operator(v_a, s_a, other=v_b, other_lse=s_b, lse=lse, enable_pdl=True), lse
@@ -47,11 +49,12 @@ def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor,
         v, s, v_other, s_other: as ``v_a``, ``s_a``, ``v_b`` and ``s_b`` of ``merge_state``.
         mask: bool or uint8 ``[tokens]``: tokens with 0 stay as they are. None: all are merged.
     """
-    shape_of(v, "v", 3)
+    for name, tensor, rank in (("v", v, 3), ("v_other", v_other, 3), ("s_other", s_other, 2)):
+        shape_of(tensor, name, rank)
     try:
         merge_operator(v, s, other=v_other, other_lse=s_other, out=v, lse=s, mask=mask, enable_pdl=True)
     except (UsageError, WorkspaceError) as error:
-        raise renamed(error, _NAMES) from error
+        raise renamed(error, _IN_PLACE_NAMES) from error
 
 
 def merge_states(v: QueryT, s: Tensor) -> tuple[QueryT, Any]:

@@ -20,7 +20,7 @@ from .native import check_skip_factor, decode_batch, page_table_of
 from .outputs import is_fp4, output_of
 from .scales import factor_of, times
 from .torch_ops import torch_op
-from .trtllm_gen import pages, run_call
+from .trtllm_gen import DECODE_NAMES, pages, run_call
 
 if TYPE_CHECKING:
     from ...protocols import CompatBackend, KvLayout
@@ -184,6 +184,7 @@ def trtllm_batch_decode_with_kv_cache(
         q,
         output_of(call, q.shape, q.dtype),
         backend=name,
+        names=DECODE_NAMES,
         seq_lens=lengths,
         max_q=max_q,
         max_kv=call.max_seq_len,

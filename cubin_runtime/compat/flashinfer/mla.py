@@ -22,7 +22,7 @@ from .native import check_skip_factor, decode_batch, page_table_of
 from .outputs import Output, is_fp4, output_of
 from .sparse_mla import decode_lists
 from .torch_ops import torch_op
-from .trtllm_gen import pages, run_call
+from .trtllm_gen import MLA_NAMES, pages, run_call
 
 if TYPE_CHECKING:
     from ...protocols import CompatBackend
@@ -211,6 +211,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
         q,
         _output(call, by_request),
         backend=name,
+        names=MLA_NAMES,
         seq_lens=lengths,
         max_q=max_q,
         max_kv=call.max_seq_len,

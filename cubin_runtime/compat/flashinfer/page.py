@@ -56,7 +56,7 @@ def append_paged_kv_cache(
         kv_layout: "NHD" or "HND".
     """
     pool: Any = paged_kv_cache
-    if is_torch(pool) and len(pool.shape) == 5 and pool.shape[1] == 2:
+    if is_torch(pool) and len(shape := shape_of(pool, "paged_kv_cache")) == 5 and shape[1] == 2:
         k_cache, v_cache = pool[:, 0], pool[:, 1]
     elif isinstance(pool, (tuple, list)) and len(pool) == 2:
         k_cache, v_cache = pool
@@ -64,7 +64,7 @@ def append_paged_kv_cache(
         k_cache, v_cache = cache_pair(pool, kv_layout, "paged_kv_cache")
     for name, cache in (("K", k_cache), ("V", v_cache)):
         shape_of(cache, f"paged_kv_cache ({name})", 4)
-    _check_last_pages(kv_last_page_len, kv_indptr)
+    _check_places(batch_indices, positions, kv_last_page_len, kv_indptr)
     try:
         append_kv(
             append_key,
@@ -110,7 +110,7 @@ def append_paged_mla_kv_cache(
     )
     for name, tensor, rank in pairs:
         shape_of(tensor, name, rank)
-    _check_last_pages(kv_last_page_len, kv_indptr)
+    _check_places(batch_indices, positions, kv_last_page_len, kv_indptr)
     try:
         append_kv(
             append_ckv,
@@ -127,7 +127,10 @@ def append_paged_mla_kv_cache(
         raise renamed(error, _MLA_NAMES) from error
 
 
-def _check_last_pages(lengths: Any, indptr: Any) -> None:
+def _check_places(requests: Any, positions: Any, lengths: Any, indptr: Any) -> None:
+    """Check that all that says where tokens go is there, and the numbers of requests against each other."""
+    for name, tensor in (("batch_indices", requests), ("positions", positions)):
+        shape_of(tensor, name, 1)
     shape, bounds = shape_of(lengths, "kv_last_page_len"), shape_of(indptr, "kv_indptr")
     if len(shape) != 1 or bounds != (shape[0] + 1,):
         raise UsageError(

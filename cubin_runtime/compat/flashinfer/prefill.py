@@ -274,7 +274,7 @@ def trtllm_ragged_attention_deepseek(
         q,
         output_of(call, (*q.shape[:2], v.shape[-1]), default),
         backend=name,
-        sinks_name="attention_sinks",
+        names={"sinks": "attention_sinks"},
         seq_lens=lengths,
         max_q=call.max_q_len,
         max_kv=call.max_kv_len,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from ...attention.backends import AUTO
 from ...attention.trtllm_gen import Call, run
+from ...errors import UsageError, WorkspaceError
 from ...tensor import TensorView, view_of
+from ..renaming import renamed
 from .arguments import BatchArguments, PagedArguments, sinks_of, tensor_or_none
 from .layouts import cache_pair_by_head, flat_tokens
 from .outputs import Output, lse_of, with_lse
@@ -14,6 +17,15 @@ from .scales import scale_from, scores_scale
 
 if TYPE_CHECKING:
     from ...protocols import TrtllmGenBackend
+
+_PAGED_NAMES = {
+    "key_cache": "kv_cache (K)",
+    "value_cache": "kv_cache (V)",
+    "key_block_scales": "kv_cache_sf (K)",
+    "value_block_scales": "kv_cache_sf (V)",
+}
+DECODE_NAMES = {**_PAGED_NAMES, "max_kv_len": "max_seq_len"}
+MLA_NAMES = {**DECODE_NAMES, "key_cache": "kv_cache"}
 
 
 def run_call(
@@ -23,17 +35,17 @@ def run_call(
     output: Output,
     *,
     backend: str = AUTO,
-    sinks_name: str = "sinks",
+    names: Mapping[str, str] = _PAGED_NAMES,
     natural_lse: bool = False,
     **fields: Any,
 ) -> Any:
     """Run a call of ``kind`` with these ``fields`` and those that all calls have; (output, lse), or output.
 
-    ``q`` is ``[tokens, heads, head_dim]``; the output may be ``[batch, q_len, heads, head_dim]``. ``sinks_name`` is the
-    operator's name for the sinks; ``natural_lse``: the LSE leaves in base e.
+    ``q`` is ``[tokens, heads, head_dim]``; the output may be ``[batch, q_len, heads, head_dim]``. ``names`` are the
+    operator's names for arguments that have others in the call; ``natural_lse``: the LSE leaves in base e.
 
     Raises:
-        as ``cubin_runtime.attention.trtllm_gen.run``.
+        as ``cubin_runtime.attention.trtllm_gen.run``, in the operator's names.
     """
     rt, device, out = arguments.runtime, q.device, output.view
     # A tensor that was made for the scale must live until the launch is enqueued.
@@ -52,7 +64,7 @@ def run_call(
         out=out,
         bmm1=bmm1,
         bmm2=bmm2,
-        sinks=sinks_of(arguments.sinks, sinks_name, device),
+        sinks=sinks_of(arguments.sinks, names.get("sinks", "sinks"), device),
         lse=lse_view,
         window_left=arguments.window_left,
         skip_softmax_factor=arguments.skip_softmax_threshold_scale_factor or 0.0,
@@ -61,7 +73,11 @@ def run_call(
         **fields,
     )
     counters = arguments.multi_ctas_kv_counter_buffer
-    run(call, arguments.workspace_buffer, counters=counters, backend=cast("TrtllmGenBackend", backend), runtime=rt)
+    backend = cast("TrtllmGenBackend", backend)
+    try:
+        run(call, arguments.workspace_buffer, counters=counters, backend=backend, runtime=rt)
+    except (UsageError, WorkspaceError) as error:
+        raise renamed(error, {"counters": "multi_ctas_kv_counter_buffer", **names}) from error
     return with_lse(arguments, output, lse, natural=natural_lse)
 
 

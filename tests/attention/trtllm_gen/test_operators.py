@@ -330,7 +330,9 @@ def test_a_workspace_of_another_form_is_refused(
 def test_misaligned_counters_are_refused(runtime: Runtime, memory: MadeUpMemory) -> None:
     own = memory.tensor("int32", 4096)
     own = replace(own, pointer=own.pointer + 4)
-    with pytest.raises(UsageError, match=r"counters: at 0x.*; expected 16-byte aligned, contiguous"):
+    with pytest.raises(
+        UsageError, match=r"^multi_ctas_kv_counter_buffer: at 0x.*; expected 16-byte aligned, contiguous"
+    ):
         flashinfer.trtllm_batch_decode_with_kv_cache(**splitting_decode(memory, multi_ctas_kv_counter_buffer=own))
 
 
