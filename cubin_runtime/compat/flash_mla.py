@@ -13,13 +13,15 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from ..attention.attention_operator import default_scale
+from ..attention.operator import dtype_of
 from ..attention.operators.mla_decode import mla_decode
 from ..attention.operators.sparse_mla_decode import LATENT, sparse_mla_decode
 from ..errors import UsageError, WorkspaceError
 from ..values import dataclass
 from .flash_attn.options import check_kinds
 from .renaming import renamed
-from .shapes import is_torch, shape_of
+from .shapes import check_torch, check_vector, shape_of
 
 __all__ = ["FlashMLASchedMeta", "flash_mla_with_kvcache", "get_mla_metadata"]
 
@@ -113,7 +115,7 @@ def flash_mla_with_kvcache(
         raise UsageError(
             f"shape {tuple(k_cache.shape)}, expected one head, [pages, page_size, 1, width]", argument="k_cache"
         )
-    scale = columns**-0.5 if softmax_scale is None else softmax_scale
+    scale = default_scale((columns,)) if softmax_scale is None else softmax_scale
     out = torch.empty(batch, q_len, heads, LATENT, dtype=torch.bfloat16, device=q.device)
     lse = torch.empty(batch, q_len, heads, dtype=torch.float32, device=q.device)
     if indices is None:
@@ -146,12 +148,13 @@ def _decode_keys(q: Any, cache: Any, table: Any, lengths: Any, **options: Any) -
 def _decode_lists(
     q: Any, cache: Any, indices: Any, sinks: Any, lengths: Any, *, softmax_scale: float, out: Any, lse: Any
 ) -> None:
-    for name, tensor in (("attn_sink", sinks), ("topk_length", lengths)):
-        if tensor is not None and not is_torch(tensor):
-            raise UsageError(f"got {type(tensor).__name__}, expected a tensor of torch", argument=name)
-    batch, q_len = q.shape[:2]
-    if lengths is not None and shape_of(lengths, "topk_length", 1) != (batch,):
-        raise UsageError(f"shape {tuple(lengths.shape)}, expected [{batch}]", argument="topk_length")
+    check_torch(indices, "indices", "slots of query tokens would be made")
+    if dtype_of(indices, "indices") != "int32":
+        raise UsageError(f"dtype {dtype_of(indices, 'indices')}, expected int32", argument="indices")
+    if sinks is not None:
+        check_vector(sinks, "attn_sink", q.shape[2], "finite sinks would be made", "float32")
+    if lengths is not None:
+        check_vector(lengths, "topk_length", q.shape[0], "lengths of query tokens would be made")
     rows, slots = _without_gaps(cache, indices.flatten(0, 1))
     try:
         sparse_mla_decode(
@@ -159,7 +162,7 @@ def _decode_lists(
             rows,
             slots,
             softmax_scale=softmax_scale,
-            topk_lens=_of_tokens(lengths, q_len),
+            topk_lens=_of_tokens(lengths, q.shape[1]),
             sinks=None if sinks is None else sinks.clamp(max=_LARGEST_SINK),
             lse_base="e",
             lse_sink=False,
@@ -178,7 +181,7 @@ def _without_gaps(cache: Any, slots: Any) -> tuple[Any, Any]:
     """
     pages, page_size = cache.shape[:2]
     page, row = cache.stride()[:2]
-    if pages == 1 or page_size.bit_count() == 1 or page <= page_size * row or row == 0:
+    if pages <= 1 or page_size.bit_count() == 1 or page <= page_size * row or row == 0:
         return cache, slots
     step = math.gcd(page, row)
     in_page, in_row = page // step, row // step

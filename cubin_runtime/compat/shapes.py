@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..attention.operator import dtype_of
 from ..attention.operator import shape_of as shape_of_any
 from ..errors import UsageError
 
@@ -25,3 +26,23 @@ def shape_of(tensor: Any, name: str, *ranks: int) -> tuple[int, ...]:
             f"shape {shape}, expected {' or '.join(str(rank) for rank in ranks)} dimensions", argument=name
         )
     return shape
+
+
+def check_torch(tensor: Any, name: str, what: str) -> None:
+    """Raise ``UsageError`` unless it is a strided tensor of torch's; ``what`` says why it must be one."""
+    if not is_torch(tensor):
+        raise UsageError(f"{what} from a {type(tensor).__name__}, which is not a torch tensor", argument=name)
+    import torch
+
+    if tensor.layout is not torch.strided:
+        raise UsageError(f"layout {tensor.layout}, expected torch.strided", argument=name)
+
+
+def check_vector(tensor: Any, name: str, length: int, what: str, dtype: str = "int32") -> None:
+    """Raise ``UsageError`` unless ``check_torch`` passes and the tensor has shape ``[length]`` and this dtype."""
+    shape = shape_of(tensor, name, 1)
+    check_torch(tensor, name, what)
+    if dtype_of(tensor, name) != dtype:
+        raise UsageError(f"dtype {dtype_of(tensor, name)}, expected {dtype}", argument=name)
+    if shape != (length,):
+        raise UsageError(f"shape {shape}, expected ({length},)", argument=name)

@@ -187,12 +187,24 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "sinks without lists": (dense(attn_sink=torch.zeros(HEADS)), "attn_sink: given without indices"),
     "fp8 without lists": (dense(is_fp8_kvcache=True), "is_fp8_kvcache=True: without indices"),
     "drafts that are not causal": (dense(2), "causal=False: with 2 query tokens per request, expected True"),
-    "sinks that are a number": (call(attn_sink=1.0), "attn_sink: got float, expected a tensor of torch"),
-    "lengths that are a list": (call(topk_length=[1, 2, 3]), "topk_length: got list, expected a tensor of torch"),
+    "sinks that are a number": (call(attn_sink=1.0), "^attn_sink: got float, expected a TensorView"),
+    "lengths that are a list": (call(topk_length=[1, 2, 3]), "^topk_length: got list, expected a TensorView"),
+    "sinks of 16 bits": (call(attn_sink=torch.zeros(HEADS, dtype=torch.float16)), "attn_sink: dtype float16, expected"),
+    "sparse sinks": (call(attn_sink=torch.zeros(HEADS).to_sparse()), "attn_sink: layout torch.sparse_coo"),
+    "nested lengths": (call(topk_length=torch.nested.nested_tensor([torch.zeros(2)])), "topk_length: a nested tensor"),
+    "complex lists": (
+        call(
+            k_cache=torch.zeros(10, 96, 1, 656, dtype=torch.uint8)[:, :48],
+            indices=torch.zeros(BATCH, Q_LEN, WIDTH, dtype=torch.complex64),
+        ),
+        "indices: dtype complex64, expected int32",
+    ),
+    "no pages": (call(k_cache=torch.zeros(10, 96, 1, 656, dtype=torch.uint8)[:0, :48]), "k_cache: "),
+    "no columns": (call(q=torch.zeros(BATCH, Q_LEN, HEADS, 0, dtype=BF16)), "q: "),
     "sinks of other heads": (call(attn_sink=torch.zeros(3)), "attn_sink: shape"),
     "lengths of other requests": (
         call(topk_length=torch.zeros(7, dtype=INT32)),
-        r"topk_length: shape \(7,\), expected \[3\]",
+        r"topk_length: shape \(7,\), expected \(3,\)",
     ),
     "lengths of query tokens": (
         call(topk_length=torch.zeros(BATCH, Q_LEN, dtype=INT32)),

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from ...attention.checks import integer
+from ...attention.operator import dtype_of
 from ...attention.operators.append_kv import append_kv
 from ...attention.operators.paged_decode import paged_decode
 from ...attention.paged_cache import E4M3, has_decode_kernel
@@ -15,7 +16,7 @@ from ..renaming import renamed
 from ..shapes import is_torch, shape_of
 from .attention import attend
 from .options import Options
-from .tensors import chosen, column, dtype_of, filled, lengthened, numbers, requests_of, whole_cache
+from .tensors import chosen, column, filled, lengthened, numbers, requests_of, whole_cache
 
 MOST_DECODED = 8  # query tokens of a request that the decode kernels are for
 # Keys of a request from which on they are faster without lengths, too: they divide the keys over the GPU, and that is

@@ -7,10 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from ...attention.fast_path.operator_function import is_compiling
+from ...attention.operator import dtype_of
 from ...attention.runtime import default_runtime
 from ...errors import UsageError
 from ...tensor import view_of
-from ..shapes import is_torch, shape_of
+from ..shapes import check_torch, check_vector, is_torch, shape_of
 
 _MOST_CACHED = 64
 _cache: dict[tuple[Any, ...], tuple[Any, Any]] = {}
@@ -79,7 +80,7 @@ def with_zeros(lengths: Any, name: str, batch: int) -> Any:
 
 def repeated(rows: Any, name: str) -> Any:
     """Each row of a matrix twice; made on the device."""
-    _check_torch(rows, name, "rows for seqused_q would be made")
+    check_torch(rows, name, "rows for seqused_q would be made")
     shape_of(rows, name, 2)
     return rows.repeat_interleave(2, 0)
 
@@ -92,7 +93,7 @@ def for_each_part(scale: Any, name: str, batch: int) -> Any:
 
 def chosen(table: Any, table_name: str, rows: Any, rows_name: str, batch: int) -> Any:
     """The rows of a page table with the numbers of ``batch`` requests; made on the device."""
-    _check_torch(table, table_name, f"its rows by {rows_name} would be taken")
+    check_torch(table, table_name, f"its rows by {rows_name} would be taken")
     shape = shape_of(table, table_name, 2)
     if shape[0] < 1:
         raise UsageError(f"shape {shape}, expected 1 row or more", argument=table_name)
@@ -101,29 +102,10 @@ def chosen(table: Any, table_name: str, rows: Any, rows_name: str, batch: int) -
     return table[rows]
 
 
-def check_vector(tensor: Any, name: str, length: int, what: str) -> None:
-    """Raise ``UsageError`` unless it is a torch tensor, int32 of shape ``[length]``; torch may be tracing it.
-
-    ``what`` is why it must be one.
-    """
-    shape = shape_of(tensor, name, 1)
-    _check_torch(tensor, name, what)
-    dtype = dtype_of(tensor, name)
-    if dtype != "int32":
-        raise UsageError(f"dtype {dtype}, expected int32", argument=name)
-    if shape != (length,):
-        raise UsageError(f"shape {shape}, expected ({length},)", argument=name)
-
-
 def check_together(tensor: Any, name: str, other: Any, other_name: str) -> None:
     """Raise ``UsageError`` unless two torch tensors are on one device."""
     if tensor.device != other.device:
         raise UsageError(f"on {tensor.device}, {other_name} is on {other.device}", argument=name)
-
-
-def dtype_of(tensor: Any, name: str) -> str:
-    """The name of a tensor's dtype; torch can trace it."""
-    return str(tensor.dtype).removeprefix("torch.") if is_torch(tensor) else view_of(tensor, name).dtype
 
 
 def lengthened(lengths: Any, new: int, sums: Any, batch: int) -> Any:
@@ -138,13 +120,13 @@ def lengthened(lengths: Any, new: int, sums: Any, batch: int) -> Any:
 
 def filled(like: Any, batch: int, length: int) -> Any:
     """Lengths that are all the same, made on the device."""
-    _check_torch(like, "cache_seqlens", "lengths would be made from a number")
+    check_torch(like, "cache_seqlens", "lengths would be made from a number")
     return _constants(like, batch, length)[1]
 
 
 def numbers(like: Any, count: int) -> Any:
     """int32 ``[count, 1]`` from 0, made on the device."""
-    _check_torch(like, "block_table", "a table of a cache without pages would be made")
+    check_torch(like, "block_table", "a table of a cache without pages would be made")
     return _constants(like, count, 0)[0]
 
 
@@ -192,12 +174,3 @@ def column(vector: Any, name: str) -> Any:
         return vector[:, None]
     view = view_of(vector, name)
     return replace(view, shape=(*shape, 1), strides=(*view.strides, 1))
-
-
-def _check_torch(tensor: Any, name: str, what: str) -> None:
-    if not is_torch(tensor):
-        raise UsageError(f"{what} from a {type(tensor).__name__}, which is not a torch tensor", argument=name)
-    import torch
-
-    if tensor.layout is not torch.strided:
-        raise UsageError(f"layout {tensor.layout}, expected torch.strided", argument=name)
