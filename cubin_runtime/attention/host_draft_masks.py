@@ -46,7 +46,8 @@ def _packed(parents: Any, allowed: Any, max_q_len: int | None) -> NDArray[uint16
         array = _array("allowed", allowed, "booleans [batch, q_len, q_len]", 3, "biu")
         bound = _bound(max_q_len, array.shape[1])
         return _halves(_row_words(array), bound)
-    lengths = {len(request) for request in parents if isinstance(request, Sequence)}
+    requests = parents if isinstance(parents, Sequence) else ()
+    lengths = {len(request) for request in requests if isinstance(request, Sequence)}
     if len(lengths) < 2:
         array = _array("parents", parents, "integers [batch, q_len]", 2, "iu")
         bound = _bound(max_q_len, array.shape[1])
@@ -54,7 +55,7 @@ def _packed(parents: Any, allowed: Any, max_q_len: int | None) -> NDArray[uint16
     import numpy
 
     bound = _bound(max_q_len, max(lengths))
-    arrays = [_array("parents", [request], "integers", 2, "iu") for request in parents if len(request)]
+    arrays = [_array("parents", [request], "integers", 2, "iu") for request in requests if len(request)]
     return _halves(numpy.concatenate([_tree_words(array)[0] for array in arrays]), bound)
 
 
@@ -63,7 +64,7 @@ def _array(name: str, tree: Any, form: str, dimensions: int, kinds: str) -> NDAr
 
     try:
         array = numpy.asarray(tree)
-    except (TypeError, ValueError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:  # torch raises the first
         raise UsageError(f"got {type(tree).__name__}, expected {form} ({error})", argument=name) from None
     if array.ndim != dimensions or not array.size or array.dtype.kind not in kinds:
         raise UsageError(f"{array.dtype} of shape {array.shape}, expected {form} of 1 or more", argument=name)
@@ -108,7 +109,8 @@ def _tree_words(parents: NDArray[Any]) -> NDArray[uint64]:
     if (columns.astype(numpy.uint64) > numpy.arange(q_len, dtype=numpy.uint64)).any():
         wrong = (parents < -1) | (parents >= numpy.arange(q_len))
         request, token = (int(index[0]) for index in wrong.nonzero())
-        raise UsageError(f"parents[{request}][{token}]={parents[request, token]}: expected -1 to {token - 1}")
+        name = f"parents[{request}][{token}]"
+        raise UsageError(f"expected -1 to {token - 1}", argument=name, value=parents[request, token])
     above = numpy.zeros((batch, q_len + 1), dtype=numpy.intp)
     above[:, 1:] = columns
     above += numpy.arange(0, above.size, q_len + 1)[:, None]

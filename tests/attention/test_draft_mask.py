@@ -77,6 +77,7 @@ def test_any_pattern_of_booleans_is_packed(q_len: int) -> None:
         ({"allowed": np.ones((2, 2), bool)}, "allowed: .*expected booleans"),
         ({}, "out: None without parents and allowed"),
         ({"parents": 5}, "parents: "),
+        ({"parents": np.int32(5)}, "parents: int32 of shape .*expected integers"),
         ({"parents": view("int32", 4)}, r"parents: shape \(4,\), expected \[batch, q_len, ...\] without"),
         ({"parents": view("int32", 4), "q_cu_seq_lens": view("int32", 3)}, "max_q_len: None"),
         ({"parents": view("int32", 4, 65)}, "max_q_len=65: expected 1 to 64"),

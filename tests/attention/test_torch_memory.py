@@ -112,3 +112,12 @@ def test_no_output_is_made_of_a_nested_tensor(stub_runtime: Runtime, standin: St
     with pytest.raises(UsageError, match=f"^{first}: a nested tensor"):
         getattr(attention, name)(**{**arguments, first: nested, "out": None}, runtime=stub_runtime)
     assert standin.calls("cuLaunchKernelEx") == []
+
+
+@pytest.mark.parametrize("name", ["parents", "allowed"])
+@pytest.mark.parametrize(
+    "tree", [torch.zeros(()), torch.zeros(2, 3, requires_grad=True), torch._neg_view(torch.ones(3))]
+)
+def test_a_tree_on_the_host_that_numpy_cannot_read_is_named(name: str, tree: Any) -> None:
+    with pytest.raises(UsageError, match=f"^{name}: .*, expected"):
+        attention.draft_mask(**{name: tree})
