@@ -164,7 +164,10 @@ def _longest(runtime: Runtime, q: Any, q_cu_seq_lens: Any, stream: int, most: in
     Raises:
         UsageError: q_cu_seq_lens is not what it should be or cannot be read, or a request has too many.
     """
-    view, tokens = view_of(q_cu_seq_lens, "q_cu_seq_lens"), prod(view_of(q, "q").shape[:-2])
+    view, query = view_of(q_cu_seq_lens, "q_cu_seq_lens"), view_of(q, "q")
+    tokens = prod(query.shape[:-2])
+    if view.device != query.device:
+        raise UsageError(f"on device {view.device}, q is on device {query.device}", argument="q_cu_seq_lens")
     check_dtype("q_cu_seq_lens", view, LENGTHS)
     check_query_sums(view)
     driver = runtime.driver

@@ -234,6 +234,14 @@ def test_what_is_read_back_has_the_form_of_bounds(
     assert memory.reads == []
 
 
+def test_nothing_is_read_back_from_another_device(runtime: Runtime) -> None:
+    runtime.memory = memory = MadeUpMemory()
+    sums = replace(memory.tensor("int32", 5, values=(0, 3, 3, 9, 10)), device=2)
+    with pytest.raises(UsageError, match=r"^q_cu_seq_lens: on device 2, q is on device 0"):
+        call(runtime, GOOD.ragged(10, q_cu_seq_lens=sums))
+    assert memory.reads == []
+
+
 def test_a_bound_that_cannot_be_read_back_is_asked_for(runtime: Runtime) -> None:
     with pytest.raises(UsageError, match="max_q_len: None, expected the bound"):
         call(runtime, GOOD.ragged(10))
