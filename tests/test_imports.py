@@ -32,6 +32,7 @@ ARTIFACT_ORDER = (
     "bounded_read",
     "atomic_write",
     "audit_log",
+    "threads",
     "zip_reader",
     "manifest",
     "cubins",
@@ -46,7 +47,7 @@ ARTIFACT_ORDER = (
     "api",
 )
 # Whoever writes a file, the build and the command line too, writes it in the one way of `atomic_write`.
-ARTIFACTS_INSIDE = {"audit_log", "bounded_read", "zip_reader", "store", "sources", "fetch"}
+ARTIFACTS_INSIDE = {"audit_log", "bounded_read", "threads", "zip_reader", "store", "sources", "fetch"}
 HEAVY = (
     "cryptography",
     "cuda",

@@ -5,6 +5,7 @@ folders by job, each importing only those above it:
 
 - ``path``, ``manifest``, ``bounded_read``, ``atomic_write``: values, and the one way to read and to write files
 - ``audit_log``: lines of JSON about what came from where
+- ``threads``: work in as many threads as the system gives
 - ``zip_reader``: the members of a zip
 - ``cubins``: facts of a cubin, from its ELF
 - ``tables``: what a release states about its kernels

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 
 from ..errors import CorruptError, CubinRuntimeError, ExtraError, MissingError, SourceError, StoreError
 from ..values import dataclass
@@ -15,6 +15,7 @@ from .path import ArtifactPath
 from .pins.pin import Pin
 from .sources.source import FileRequest, Listing, NotHereError, Source
 from .store.store import Store
+from .threads import map_in_threads
 
 _BATCH = 64
 _HELD_BYTES = 128 << 20
@@ -174,23 +175,14 @@ def _in_batches(
     jobs: int | None,
 ) -> Iterator[_Checked]:
     batches = [paths[start : start + _BATCH] for start in range(0, len(paths), _BATCH)]
-    cancelled = threading.Event()
 
     def run(batch: Sequence[ArtifactPath]) -> list[_Checked]:
-        if cancelled.is_set():
-            return []
         done = list(check(batch))
         if progress is not None:
             progress(len(done))
         return done
 
-    with ThreadPoolExecutor(jobs or default_jobs()) as pool:
-        try:
-            for batch in pool.map(run, batches):
-                yield from batch
-        except BaseException:
-            cancelled.set()
-            raise
+    return chain.from_iterable(map_in_threads(run, batches, jobs or default_jobs()))
 
 
 def _report(

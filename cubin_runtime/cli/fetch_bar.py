@@ -85,7 +85,8 @@ def fetch_bar(name: str, files: int) -> Iterator[FetchBar]:
     has_room = shutil.get_terminal_size().columns >= 70
     columns = (TextColumn("{task.description}", markup=False), BarColumn(8), MofNCompleteColumn())
     rate = TextColumn("{task.fields[rate]}", markup=False)
-    with Progress(*columns, rate, console=output.console(sys.stderr), transient=True) as bar:
+    bar = Progress(*columns, rate, console=output.console(sys.stderr), transient=True)
+    with output.drawn(bar):
         task = bar.add_task(output.escape(f"fetch {name}"), total=files, rate="")
 
         class Drawn(FetchBar):

@@ -23,6 +23,7 @@ from .redaction import redacted
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.progress import Progress
 
     from ..kernels.explanation import Facts, Table
 
@@ -299,9 +300,20 @@ def progress(description: str, total: int, unit: str = "files") -> Iterator[Call
         console=console(sys.stderr),
         transient=True,
     )
-    with bar:
+    with drawn(bar):
         task = bar.add_task(escape(description), total=total)
         yield lambda step: bar.advance(task, step)
+
+
+@contextmanager
+def drawn(bar: Progress) -> Iterator[None]:
+    """Show a bar while the block runs; where the system refuses the thread that draws it, the block runs without."""
+    with suppress(RuntimeError):
+        bar.start()
+    try:
+        yield
+    finally:
+        bar.stop()
 
 
 def flush() -> None:

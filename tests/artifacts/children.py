@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,18 @@ for package in (cubin_runtime.artifacts, cubin_runtime.cli):
 with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
     cubin_runtime.cli.main(["where", "unknown", "--store", "/nowhere", "--offline"])
 """
+
+
+def refuse_threads(monkeypatch: pytest.MonkeyPatch, most: int = 0) -> None:
+    """Let this process start ``most`` threads more, as under a limit on processes."""
+    start, left = threading.Thread.start, iter(range(most))
+
+    def limited(thread: threading.Thread) -> None:
+        if next(left, None) is None:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
 
 
 def run_child(

@@ -15,7 +15,7 @@ from cubin_runtime.artifacts.releases.export import Chosen, export_zip, mirror
 from cubin_runtime.artifacts.store.store import Store
 from cubin_runtime.config import Config
 from cubin_runtime.errors import CorruptError, MissingError, StoreError, UsageError
-from tests.artifacts.children import needs_mounts, run_child
+from tests.artifacts.children import needs_mounts, refuse_threads, run_child
 from tests.artifacts.releases import FILES, Release, make_release, visible_files
 from tests.artifacts.serving import serving
 
@@ -329,3 +329,11 @@ def test_a_mirror_leaves_the_store_as_it_was(filled: Library, release: Release, 
     before = visible_files(store)
     mirror(filled, everything(release), tmp_path / "www")
     assert visible_files(store) == before
+
+
+def test_a_mirror_is_written_where_the_system_refuses_threads(
+    monkeypatch: pytest.MonkeyPatch, filled: Library, release: Release, tmp_path: Path
+) -> None:
+    refuse_threads(monkeypatch)
+    assert mirror(filled, everything(release), tmp_path / "www", jobs=3).written == 4
+    assert filled.verify(release.pin, tree=str(tmp_path / "www"), complete=True).codes == ()

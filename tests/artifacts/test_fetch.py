@@ -13,7 +13,7 @@ import pytest
 from cubin_runtime.artifacts.sources.failover import FetchPolicy
 from cubin_runtime.artifacts.store.store import Store
 from cubin_runtime.errors import CorruptError, PinError, SourceError, StoreError, UsageError
-from tests.artifacts.children import ORDINARY_USER, needs_mounts, run_child
+from tests.artifacts.children import ORDINARY_USER, needs_mounts, refuse_threads, run_child
 from tests.artifacts.fleet import children_of, is_running, start_python, wait_until
 from tests.artifacts.releases import PATIENT_LIMITS, QUICK_POLICY, Release, make_release, visible_files, zip_tree
 from tests.artifacts.serving import (
@@ -463,3 +463,13 @@ def test_waits_double_or_are_what_the_server_says_and_a_random_part_more(
 @pytest.mark.parametrize(("attempt", "retry_after"), [(3, None), (3, 1.0), (0, 61.0)])
 def test_no_wait_means_no_further_attempt(attempt: int, retry_after: float | None) -> None:
     assert FetchPolicy().delay(attempt, retry_after) is None
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("threads", [0, 1])
+def test_a_fetch_takes_as_many_threads_as_the_system_gives(
+    release: Release, store: Path, monkeypatch: pytest.MonkeyPatch, threads: int
+) -> None:
+    refuse_threads(monkeypatch, threads)
+    assert release.library(store, release.root).fetch(release.pin, jobs=3).fetched == 3
+    assert visible_files(store) == all_digests(release)

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from cubin_runtime.artifacts import verification
 from cubin_runtime.artifacts.library import Library
 from cubin_runtime.artifacts.store.store import Store
 from cubin_runtime.artifacts.verification import default_jobs
 from cubin_runtime.errors import MissingError, PinError, UsageError
+from tests.artifacts.children import refuse_threads
 from tests.artifacts.releases import Release, zip_tree
 from tests.artifacts.serving import FaultyServer
 
@@ -183,3 +185,13 @@ def test_a_zip_holds_releases_and_nothing_else_while_a_wheel_is_a_package(
         opened.writestr("package/README", "hello")
     assert filled.verify(release.pin, tree=str(archive)).extra == extra
     assert filled.verify(release.pin, [release.path(NAME)], tree=str(archive)).extra == ()
+
+
+@pytest.mark.parametrize("threads", [0, 1])
+def test_files_are_hashed_by_as_many_threads_as_the_system_gives(
+    monkeypatch: pytest.MonkeyPatch, filled: Library, release: Release, threads: int
+) -> None:
+    monkeypatch.setattr(verification, "_BATCH", 1)
+    refuse_threads(monkeypatch, threads)
+    for tree in (None, str(release.root)):
+        assert filled.verify(release.pin, tree=tree, complete=True, jobs=3).ok == 3

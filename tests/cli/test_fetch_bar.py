@@ -6,7 +6,9 @@ import sys
 import pytest
 
 from cubin_runtime.cli import fetch_bar as module
+from cubin_runtime.cli import output
 from cubin_runtime.cli.fetch_bar import describe, fetch_bar
+from tests.artifacts.children import refuse_threads
 
 
 @pytest.mark.parametrize(
@@ -98,3 +100,14 @@ def test_a_terminal_gets_a_bar_with_the_rate(
     shown = capsys.readouterr().err
     assert "2/3" in shown
     assert "MB/s" in shown
+
+
+def test_there_is_no_bar_where_the_system_refuses_a_thread_to_draw_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    refuse_threads(monkeypatch)
+    with fetch_bar("made-1.0", 3) as bar, output.progress("verify", 3) as advance:
+        bar.advance(3)
+        advance(3)
+    assert "made-1.0" in capsys.readouterr().err

@@ -6,12 +6,14 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 from ...values import dataclass
 from ..sources.failover import FetchPolicy, Progress, read_with_failover
 from ..sources.source import FileRequest, Source
 from ..store.store import Store
+from ..threads import try_start
 
 _JOIN_SECONDS = 2.0
 
@@ -77,14 +79,16 @@ class ThreadWorkerPool:
     def give(self, items: Sequence[FileRequest]) -> None:
         """See ``WorkerPool.give``."""
         for item in items:
-            self._tasks.put(item)
             if len(self._threads) < self.jobs:
-                thread = threading.Thread(target=self._work, daemon=True)
-                self._threads.append(thread)
-                thread.start()
+                self._threads.append(threading.Thread(target=self._work, args=(self._tasks,), daemon=True))
+                if not try_start(self._threads[-1]):
+                    self._threads.pop()
+            self._tasks.put(item)
 
     def take(self, timeout: float) -> list[Outcome]:
-        """See ``WorkerPool.take``."""
+        """See ``WorkerPool.take``; where the system gives no thread, it works on one object itself."""
+        if not self._threads:
+            self._work_here()
         outcomes: list[Outcome] = []
         try:
             outcomes.append(self._results.get(timeout=timeout) if timeout > 0 else self._results.get_nowait())
@@ -102,11 +106,18 @@ class ThreadWorkerPool:
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
-    def _work(self) -> None:
+    def _work_here(self) -> None:
+        with suppress(queue.Empty):
+            one: queue.SimpleQueue[FileRequest | None] = queue.SimpleQueue()
+            one.put(self._tasks.get_nowait())
+            one.put(None)
+            self._work(one)
+
+    def _work(self, tasks: queue.SimpleQueue[FileRequest | None]) -> None:
         """One worker: its own sources, one object after another, until the fetch ends or stops."""
         sources: Sequence[Source] = ()
         opened = False
-        while (request := self._tasks.get()) is not None and not self._progress.stop.is_set():
+        while (request := tasks.get()) is not None and not self._progress.stop.is_set():
             try:
                 if not opened:
                     sources, opened = self._open_sources(self._progress), True

@@ -21,6 +21,7 @@ from ...values import dataclass
 from ..sources.source import FileRequest
 from ..sources.source_list import SourceList, WorkOrder
 from ..store.store import Store
+from ..threads import try_start
 from .worker_pool import Outcome, ThreadWorkerPool
 
 BEAT_SECONDS = 1.0
@@ -56,7 +57,8 @@ def main(descriptor: int) -> None:
         order.policy,
         order.threads,
     )
-    threading.Thread(target=_answer, args=(connection, pool, lines), daemon=True).start()
+    if not try_start(threading.Thread(target=_answer, args=(connection, pool, lines), daemon=True)):
+        os._exit(1)  # the parent fetches without this process
     try:
         while True:
             items: list[FileRequest] = connection.recv()

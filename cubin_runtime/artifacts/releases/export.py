@@ -11,7 +11,6 @@ import os
 import time
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,6 +25,7 @@ from ..sources.source import ARCHIVE_SUFFIXES
 from ..store.folders import open_folder
 from ..store.leftovers import remove_old_temporaries
 from ..store.store import Store
+from ..threads import map_in_threads
 from ..verification import default_jobs
 from .catalog import manifest_at_hand
 
@@ -141,13 +141,8 @@ def mirror(
             progress(1)
         return done
 
-    outcomes: list[tuple[bool, int]] = []
-    with ThreadPoolExecutor(jobs or min(4, default_jobs(max(item.limit for item in files)) if files else 1)) as pool:
-        try:
-            outcomes += pool.map(place, files)
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+    largest = max((item.limit for item in files), default=0)
+    outcomes = map_in_threads(place, files, jobs or min(4, default_jobs(largest)))
     outcomes += map(place, manifests)
     Store(target).sync()
     written = sum(is_new for is_new, _ in outcomes)

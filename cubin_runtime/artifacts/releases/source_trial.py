@@ -13,6 +13,7 @@ from ..fetch.pinned_manifests import manifest_request
 from ..sources.failover import FetchPolicy
 from ..sources.http_pace import HttpLimits
 from ..sources.source_list import SourceList
+from ..threads import try_start
 
 if TYPE_CHECKING:
     from ..library import Library
@@ -58,8 +59,10 @@ def try_sources(library: Library, *, network: bool, seconds: float = TRIAL_SECON
             results[number] = _try(sources, pin, spec)
         else:
             thread = threading.Thread(target=_keep, args=(results, number, sources, pin, spec), daemon=True)
-            threads.append((number, thread))
-            thread.start()
+            if try_start(thread):
+                threads.append((number, thread))
+            else:
+                results[number] = _try(sources, pin, spec)
     deadline = time.monotonic() + seconds
     for _, thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
