@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -29,25 +29,30 @@ class AuditLog:
         Raises:
             StoreError: the file cannot be written; what an operator asked to record is not done unrecorded.
         """
-        self.write_all(event, [facts])
-
-    def write_all(self, event: str, lines: Iterable[dict[str, object]]) -> None:
-        """Append several lines of one kind of event; see ``write``."""
         if self._file is None:
             return
         now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
         common = {"time": now, "pid": os.getpid(), "user": os.getuid(), "event": event}
-        text = "".join(json.dumps({**common, **facts}) + "\n" for facts in lines)
+        line = json.dumps({**common, **facts}) + "\n"
         try:
             handle = os.open(self._file, _APPEND, 0o640)
             try:
-                _write(handle, text.encode())
+                _append(handle, line.encode())
             finally:
                 os.close(handle)
         except OSError as error:
             raise StoreError(f"{self._file}: the audit log cannot be written: {error.strerror}") from None
 
 
-def _write(handle: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(handle, data) :]
+def _append(handle: int, line: bytes) -> None:
+    """Append a whole line, or none of it: the next line would continue the part that fitted on a full disk."""
+    written = 0
+    try:
+        while written < len(line):
+            written += os.write(handle, line[written:])
+    except BaseException:
+        with suppress(OSError):  # of what is no file
+            end = os.lseek(handle, 0, os.SEEK_CUR)
+            if os.fstat(handle).st_size == end:  # else another process has written behind it
+                os.ftruncate(handle, end - written)
+        raise

@@ -9,6 +9,7 @@ import pytest
 
 import cubin_runtime
 from cubin_runtime import Config, CorruptError, ExtraError, Library, MissingError, PinError, SourceError, UsageError
+from tests.artifacts.children import run_child
 from tests.artifacts.releases import Release, make_release
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -219,3 +220,28 @@ def test_what_cannot_be_recorded_is_an_error(audited: Library, tmp_path: Path) -
     (tmp_path / "audit.jsonl").mkdir()
     with pytest.raises(cubin_runtime.StoreError, match="the audit log cannot be written: Is a directory"):
         cubin_runtime.load("decode", library=audited)
+
+
+FULL_DISK = """
+import resource, sys
+from pathlib import Path
+from cubin_runtime.artifacts.audit_log import AuditLog
+from cubin_runtime.errors import StoreError
+log, room = AuditLog(Path(sys.argv[1])), int(sys.argv[2])
+log.write("load", path="first")
+unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (Path(sys.argv[1]).stat().st_size + room, unlimited[1]))
+try:
+    log.write("load", path="torn")
+except StoreError as error:
+    print(error)
+resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+log.write("load", path="last")
+"""
+
+
+@pytest.mark.parametrize("room", [0, 10])
+def test_a_line_that_does_not_fit_on_the_disk_leaves_no_part_in_the_audit_log(tmp_path: Path, room: int) -> None:
+    done = run_child(FULL_DISK, tmp_path / "audit.jsonl", room)
+    assert "the audit log cannot be written: File too large" in done.stdout, done.stderr
+    assert [line["path"] for line in lines_of(tmp_path / "audit.jsonl")] == ["first", "last"]
