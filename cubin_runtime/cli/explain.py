@@ -129,7 +129,13 @@ def explain(
     policy: Annotated[str, _option("--policy", "best or reference.", _TRTLLM_GEN, "NAME")] = "best",
     cases: Annotated[
         Path | None,
-        _option("--cases", "Decide every case of a .jsonl[.gz] file.", _TRTLLM_GEN, "FILE", shown=False),
+        _option(
+            "--cases",
+            "Decide every case of a .jsonl[.gz] file, '-' for the standard input.",
+            _TRTLLM_GEN,
+            "FILE",
+            shown=False,
+        ),
     ] = None,
     out: Annotated[Path | None, _option("--out", "Output file of --cases.", _TRTLLM_GEN, "FILE", shown=False)] = None,
     both: Annotated[bool, _option("--both", "With --cases: our policy too, under 'best'.", _TRTLLM_GEN)] = False,

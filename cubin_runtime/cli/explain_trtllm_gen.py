@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import gc
-import sys
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from ..artifacts.atomic_write import replacing
 from ..artifacts.library import Library
@@ -21,7 +21,7 @@ from ..kernels.trtllm_gen.kernel_finder import KernelFinder
 from ..kernels.trtllm_gen.traits import Policy
 from . import output
 from .example_call import Shapes, example_decision
-from .recorded_cases import case_in, read_lines
+from .recorded_cases import place_of, read_case, read_lines
 from .recorded_decisions import decide_lines, decision_of_case, decision_record
 
 RELEASE = "trtllm-gen-0.6.13"
@@ -34,7 +34,7 @@ def explain_call(shapes: Shapes, kernels: KernelFinder, policy: Policy, *, json:
 
 def explain_case(case: str, kernels: KernelFinder, policy: Policy, *, json: bool, candidates: bool) -> None:
     """Explain the case in a file, or on the standard input for ``-``; errors as ``decision_of_case``."""
-    stated = _read_case(case)
+    stated = read_case(Path(case))
     _show(decision_of_case(stated, kernels, policy), stated.get("stream"), policy, json, candidates)
 
 
@@ -53,7 +53,7 @@ def _without_collecting() -> Iterator[None]:
 @_without_collecting()
 def decide_all(cases: Path, out: Path | None, kernels: KernelFinder, *, both: bool) -> None:
     """Write the decision for each case of a file, one line of JSON each, to ``out`` or the standard output."""
-    decisions = decide_lines(read_lines(cases), kernels, both=both, where=str(cases))
+    decisions = decide_lines(read_lines(cases), kernels, both=both, where=place_of(cases))
     if out is None:
         for decision in decisions:
             output.line(decision)
@@ -73,7 +73,10 @@ def decide_all(cases: Path, out: Path | None, kernels: KernelFinder, *, both: bo
 def _written(out: Path) -> Iterator[IO[str]]:
     """A file that is replaced when the block ends well; a pipe or a device is written to."""
     if out.exists() and not out.is_file():
-        with out.open("w", encoding="ascii") as opened:
+        # a FIFO that nobody reads is an error; one that somebody reads may wait for the reader
+        descriptor = os.open(out, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+        os.set_blocking(descriptor, True)
+        with open(descriptor, "w", encoding="ascii") as opened:
             yield opened
         return
     out.parent.stat()  # a folder that is not there is not made
@@ -93,21 +96,6 @@ def kernels_of(config: Config, release: str) -> KernelFinder:
         if columns:
             output.note_line(f"{pin.name}: {what} columns in the metadata: {', '.join(columns)}")
     return KernelFinder(index)
-
-
-def _read_case(case: str) -> dict[str, Any]:
-    if case == "-":
-        return case_in(_standard_input(), "standard input")
-    return case_in(b"".join(read_lines(Path(case))), case)
-
-
-def _standard_input() -> bytes:
-    if sys.stdin is None:
-        raise UsageError("standard input: is closed, expected a case")
-    try:
-        return sys.stdin.buffer.read()
-    except OSError as error:
-        raise UsageError(f"standard input: cannot be read: {error.strerror}") from error
 
 
 def _show(decision: Decision, stream: object, policy: Policy, json: bool, candidates: bool) -> None:

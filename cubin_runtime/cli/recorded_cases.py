@@ -5,6 +5,9 @@ from __future__ import annotations
 import gzip
 import json
 import lzma
+import os
+import stat
+import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
     from ..protocols import DTypeName
 
 MAX_LINE_BYTES = 1 << 20
+_STANDARD_INPUT = Path("-")
 _INT64 = 1 << 63
 
 
@@ -35,27 +39,68 @@ class CaseError(UsageError):
 
 
 def read_lines(path: Path) -> Iterator[bytes]:
-    """The lines of a file that are not blank; a file named ``.gz`` or ``.xz`` is decompressed.
+    """The lines that are not blank of a file, or of the standard input for ``-``.
+
+    A file named ``.gz`` or ``.xz`` is decompressed.
 
     Raises:
         MissingError: the file cannot be read.
-        UsageError: a line is over 1 MiB, or a packed file is damaged or cut short.
+        UsageError: it is not a regular file, a line is over 1 MiB, or a packed file is damaged or cut short.
     """
-    opener: Callable[..., IO[bytes]] = _OPENERS.get(path.suffix, open)
+    where = place_of(path)
     try:
-        with opener(path, "rb") as opened:
+        with _opened(path) as opened:
             while line := opened.readline(MAX_LINE_BYTES + 1):
                 if len(line) > MAX_LINE_BYTES:
-                    raise UsageError(f"{path}: a line of more than {MAX_LINE_BYTES} bytes")
+                    raise UsageError(f"{where}: a line of more than {MAX_LINE_BYTES} bytes")
                 if not line.isspace():
                     yield line
     except (gzip.BadGzipFile, zlib.error, lzma.LZMAError, EOFError) as error:
-        raise UsageError(f"{path}: {error}") from error
+        raise UsageError(f"{where}: {error}") from error
     except OSError as error:
-        raise MissingError(f"{path}: cannot be read: {error.strerror}") from error
+        raise MissingError(f"{where}: cannot be read: {error.strerror}") from error
 
 
-def case_in(text: bytes | str, where: str) -> dict[str, Any]:
+def read_case(path: Path) -> dict[str, Any]:
+    """The one case in a file, or on the standard input for ``-``.
+
+    Raises:
+        MissingError: the file cannot be read.
+        UsageError: as ``read_lines`` and ``case_in``, or it is over 1 MiB.
+    """
+    text = bytearray()
+    for line in read_lines(path):
+        text += line
+        if len(text) > MAX_LINE_BYTES:
+            raise UsageError(f"{place_of(path)}: more than {MAX_LINE_BYTES} bytes, expected one case")
+    return case_in(text, place_of(path))
+
+
+def place_of(path: Path) -> str:
+    """The name of a file of cases in messages."""
+    return "standard input" if path == _STANDARD_INPUT else str(path)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[IO[bytes]]:
+    """The bytes of a regular file or of the standard input; a FIFO or a device never blocks."""
+    if path == _STANDARD_INPUT:
+        if sys.stdin is None:
+            raise UsageError(f"{place_of(path)}: is closed, expected a case")
+        yield sys.stdin.buffer
+        return
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise UsageError(f"{path}: expected a regular file, or '-' for the standard input")
+        opener = _OPENERS.get(path.suffix)
+        with open(descriptor, "rb", closefd=False) as file, opener(file) if opener else file as unpacked:
+            yield unpacked
+    finally:
+        os.close(descriptor)
+
+
+def case_in(text: bytes | bytearray | str, where: str) -> dict[str, Any]:
     """The case in a JSON text, which is a case or a record with a ``case``; other keys are ignored.
 
     Raises:

@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import io
 import json
+import os
 from itertools import product
 from pathlib import Path
 
@@ -165,6 +166,43 @@ def test_decisions_go_to_a_device_as_they_come(
 ) -> None:
     run(capsys, *arguments, "--cases", cases, "--out", "/dev/null")
     assert not Path("/dev/null").is_file()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["FIFO"], 2, "expected a regular file, or '-'"),
+        (["--cases", "FIFO"], 2, "expected a regular file, or '-'"),
+        (["--cases", "FIFO.gz"], 2, "expected a regular file, or '-'"),
+        (["--cases", "/dev/zero"], 2, "/dev/zero: expected a regular file"),
+        (["--cases", "/"], 2, "/: expected a regular file"),
+        (["--cases", "CASES", "--out", "FIFO"], 8, "cannot be written: No such device"),
+    ],
+)
+def test_a_fifo_or_a_device_is_an_error_and_never_blocks(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], cases: Path, tmp_path: Path, words, code: int, said: str
+) -> None:
+    places = {"FIFO": tmp_path / "fifo", "FIFO.gz": tmp_path / "fifo.gz", "CASES": cases}
+    for name in ("FIFO", "FIFO.gz"):
+        os.mkfifo(places[name])
+    assert cli.main([*arguments, *(str(places.get(word, word)) for word in words)]) == code
+    assert said in capsys.readouterr().err
+
+
+def test_cases_come_from_the_standard_input(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], cases: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(gzip.decompress(cases.read_bytes()))))
+    assert len(run(capsys, *arguments, "--cases", "-").splitlines()) == 2
+
+
+def test_a_case_of_many_lines_without_end_is_refused(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"[1,\n" * 300_000)))
+    assert cli.main([*arguments, "-"]) == 2
+    assert "standard input: more than 1048576 bytes, expected one case" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("content", [None, b"\xff\xfe", b"[" * 100_000], ids=["closed", "no text", "deep"])
