@@ -16,7 +16,7 @@ import typer
 
 from .._version import __version__
 from . import common_options as common
-from . import output
+from . import completion, output
 from .help_page import Verb
 
 __all__ = ["app", "main"]
@@ -42,7 +42,7 @@ _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 app = typer.Typer(
     name="cubin-runtime",
     help="Fetch, verify, inspect and launch prebuilt attention kernels.",
-    add_completion=True,
+    add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -55,11 +55,26 @@ def _show_version(value: bool) -> None:
         raise typer.Exit
 
 
+def _show_completion(shell: completion.Shell | None) -> None:
+    if shell is not None:
+        for text in completion.script(shell).splitlines():
+            output.line(text)
+        raise typer.Exit
+
+
 @app.callback()
 def _root(
     version: Annotated[
         bool, typer.Option("--version", "-V", callback=_show_version, is_eager=True, help="Print the version and exit.")
     ] = False,
+    show_completion: Annotated[
+        completion.Shell | None,
+        common.option(
+            *("--show-completion", "Print the completion script of bash, zsh, fish or powershell, and exit.", "SHELL"),
+            callback=_show_completion,
+            is_eager=True,
+        ),
+    ] = None,
     verbose: common.Verbose = 0,
     quiet: common.Quiet = False,
     color: common.ColorOption = common.Color.AUTO,
@@ -109,6 +124,7 @@ def _run(words: list[str]) -> int:
 
     output.EMITTED.set(False)
     try:
+        completion.prepare()
         code = _code(app(args=words, prog_name="cubin-runtime", standalone_mode=False))
         # the parser's library turns an interrupt into this code and says nothing
         return _report_interrupt(words) if code == 130 else code
@@ -117,12 +133,14 @@ def _run(words: list[str]) -> int:
     except KeyboardInterrupt:
         return _report_interrupt(words)
     except SystemExit as exit_:
-        return _code(exit_.code)
+        return 0 if _reader_is_gone(exit_.__context__) else _code(exit_.code)
     except typer.Abort:
         return _report_interrupt(words)
     except Exception as error:
         if _was_interrupted(error):
             return _report_interrupt(words)
+        if _reader_is_gone(error):
+            return 0
         if hasattr(error, "format_message"):  # the parser's own errors, whichever library typer builds on
             return _report(error, "UsageError", _parser_message(error), 2, words)
         if isinstance(error, OSError) and error.filename is None and error.errno in _WRITE_FAILED:
@@ -135,6 +153,14 @@ def _run(words: list[str]) -> int:
 def _report_interrupt(words: Sequence[str]) -> int:
     again = "; what came is in the store: run it again to continue" if "fetch" in words else ""
     return _report(None, "Interrupted", f"interrupted{again}", 130, words)
+
+
+def _reader_is_gone(error: BaseException | None) -> bool:
+    """Return whether the parser's library wrote a page or completions to a pipe that nobody reads any more."""
+    gone = isinstance(error, BrokenPipeError)
+    if gone:
+        output.stop_writing()
+    return gone
 
 
 def _was_interrupted(error: BaseException | None) -> bool:

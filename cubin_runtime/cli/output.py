@@ -341,14 +341,17 @@ def writing() -> Iterator[None]:
     try:
         yield
     except BrokenPipeError:
-        _stop_writing()
+        stop_writing()
     except OSError as error:
-        _stop_writing()
+        stop_writing()
         raise OutputError(f"the standard output cannot be written: {error.strerror}") from None
 
 
-def _stop_writing() -> None:
-    # `list | head` closes the pipe: the verb goes on in silence and ends with the code that it earned
+def stop_writing() -> None:
+    """Throw away what is printed from now on.
+
+    ``list | head`` closes the pipe: the verb goes on in silence and ends with the code that it earned.
+    """
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from cubin_runtime.cli import completion, json_schema
+from cubin_runtime.cli import completion, json_schema, main
 from tests.artifacts.releases import Release
+
+RUN = "import sys; from cubin_runtime.cli import main; sys.exit(main())"
 
 
 def test_names_of_releases(release: Release) -> None:
@@ -52,9 +56,58 @@ def test_a_shell_is_offered_them(release: Release, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("_CUBIN_RUNTIME_COMPLETE", "complete_bash")
     monkeypatch.setenv("COMP_WORDS", "cubin-runtime fetch made")
     monkeypatch.setenv("COMP_CWORD", "2")
-    code = "import sys; from cubin_runtime.cli import app; app(prog_name='cubin-runtime')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.stdout.split() == ["made-1.0"]
+    done = subprocess.run([sys.executable, "-c", RUN], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.split()) == (0, ["made-1.0"]), done.stderr
+
+
+@pytest.mark.parametrize("shell", list(completion.Shell))
+def test_the_script_of_a_shell_asks_by_our_variable(
+    environment: Path, capsys: pytest.CaptureFixture[str], shell: completion.Shell
+) -> None:
+    assert main(["--show-completion", shell.value]) == 0
+    assert completion.VARIABLE in capsys.readouterr().out
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
+def test_bash_takes_its_script(environment: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--show-completion", "bash"])
+    script = capsys.readouterr().out + "complete -p cubin-runtime"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    assert "-F _cubin_runtime_completion cubin-runtime" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({completion.VARIABLE: "x"}, "expected complete_SHELL with one of bash, zsh"),
+        ({completion.VARIABLE: "complete_"}, "expected complete_SHELL"),
+        ({completion.VARIABLE: "complete_tcsh"}, "expected complete_SHELL"),
+        ({completion.VARIABLE: "source_bash"}, "expected complete_SHELL"),
+        ({completion.VARIABLE: "complete_bash"}, "expected the words to complete in COMP_WORDS"),
+        ({completion.VARIABLE: "complete_bash", "COMP_WORDS": "x"}, "COMP_CWORD='': expected the position"),
+        ({completion.VARIABLE: "complete_bash", "COMP_WORDS": "x", "COMP_CWORD": "9" * 5000}, "expected the position"),
+        (
+            {completion.VARIABLE: "complete_zsh", "_TYPER_COMPLETE_ARGS": "\t"},
+            "expected the words to complete",
+        ),
+    ],
+)
+def test_variables_that_no_script_sets_are_refused_by_name(
+    environment: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    variables: dict[str, str],
+    said: str,
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert main([]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_no_file_of_the_users_is_changed(environment: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--install-completion"]) == 2
+    assert list(environment.iterdir()) == []
 
 
 def test_verbs_whose_output_has_a_schema() -> None:

@@ -388,3 +388,21 @@ def test_sigterm_is_the_callers_again_afterwards() -> None:
     before = signal.getsignal(signal.SIGTERM)
     main(["--version"])
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.parametrize(
+    ("words", "variables"),
+    [
+        (["--help"], {}),
+        (["fetch", "--help"], {}),
+        (["list"], {}),
+        ([], {"_CUBIN_RUNTIME_COMPLETE": "complete_bash", "COMP_WORDS": "cubin-runtime f", "COMP_CWORD": "1"}),
+    ],
+)
+def test_a_reader_that_has_gone_is_no_error(environment: Path, words: list[str], variables: dict[str, str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-c", COMMAND_LINE, *words]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, env={**os.environ, **variables}, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -92,7 +92,7 @@ def fuzz_words(data: bytes) -> str:
     words = [os.fsdecode(line) for line in data.replace(b"\0", b"").split(b"\n")][:12]
     with _place() as place:
         outside = [word for word in words if "/" in word and "://" not in word]
-        if outside or any(word.partition("=")[0] in ("--install-completion", "--out") for word in words):
+        if outside or any(word.partition("=")[0] == "--out" for word in words):
             return "refused, not run"
         with patch("os.getcwd", lambda: str(place)):
             return _run(place, [*words, "--offline", "--json"])
