@@ -356,3 +356,19 @@ def test_leftovers_behind_a_planted_link_stay(store: Path, tmp_path: Path) -> No
     (store / "sha256" / "ab").symlink_to(tmp_path / "elsewhere")
     assert collect_leftovers(Store(store), older_than=0).temporaries == 0
     assert (tmp_path / "elsewhere" / TEMPORARY).exists()
+
+
+def test_a_folder_in_the_place_of_an_object_stays_there_and_is_an_error(store: Path, old: Release) -> None:
+    fill(store, old)
+    place = Store(store).object_path(old.digest("a.cubin"))
+    place.unlink()
+    place.mkdir()
+    (place / "mine").write_bytes(b"mine")
+    library = library_of(store, old)
+    with pytest.raises(StoreError, match=f"{place.name}: cannot be removed: Is a directory"):
+        collect(library, [old.pin])
+    assert [file.name for file in place.parent.iterdir()] == [place.name]
+    assert (place / "mine").read_bytes() == b"mine"
+    place.rename(store / "elsewhere")
+    collect(library, [old.pin])
+    assert visible_files(store) == []

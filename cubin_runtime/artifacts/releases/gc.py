@@ -281,15 +281,16 @@ def _remove(store: Store, digest: str, others: _Others) -> bool:
         try:
             others.look(only_store=True)
             needed = digest in others.needed
-        except BaseException:
-            os.rename(aside, digest, src_dir_fd=folder, dst_dir_fd=folder)
+            if not needed:
+                with suppress(FileNotFoundError):
+                    os.unlink(aside, dir_fd=folder)
+        except BaseException:  # a folder in the place of an object, too: it is not ours
+            with suppress(FileNotFoundError):
+                os.rename(aside, digest, src_dir_fd=folder, dst_dir_fd=folder)
             raise
         if needed:
             os.rename(aside, digest, src_dir_fd=folder, dst_dir_fd=folder)
-            return False
-        with suppress(FileNotFoundError):
-            os.unlink(aside, dir_fd=folder)
-        return True
+        return not needed
 
 
 def _size_of(store: Store, digest: str) -> int:
