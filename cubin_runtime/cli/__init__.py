@@ -37,6 +37,7 @@ VERBS = {  # file -> the functions of its verbs
     "json_schema": ("schema",),
 }
 _WRITE_FAILED = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
+_TOO_FEW = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 app = typer.Typer(
@@ -100,8 +101,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb and return the exit code; never raises.
 
     0 ok, 1 a bug of this package, 2 usage, 3 not pinned, 4 missing, 5 corrupt, 6 extra, 7 no source delivered,
-    8 store or standard output not writable, 9 device or ABI refused, 130 interrupted (by Ctrl-C or SIGTERM). With
-    ``--json`` an error is also one JSON object on the standard output. Without arguments it prints the help.
+    8 store or standard output not writable, or not enough memory, 9 device or ABI refused, 130 interrupted (by Ctrl-C
+    or SIGTERM). With ``--json`` an error is also one JSON object on the standard output. Without arguments it prints
+    the help.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     output.prepare_streams()
@@ -137,17 +139,25 @@ def _run(words: list[str]) -> int:
     except typer.Abort:
         return _report_interrupt(words)
     except Exception as error:
-        if _was_interrupted(error):
-            return _report_interrupt(words)
-        if _reader_is_gone(error):
-            return 0
-        if hasattr(error, "format_message"):  # the parser's own errors, whichever library typer builds on
-            return _report(error, "UsageError", _parser_message(error), 2, words)
-        if isinstance(error, OSError) and error.filename is None and error.errno in _WRITE_FAILED:
-            # ours are told by name: what is left are the parser's library's own writes
-            raise output.OutputError(f"the standard output cannot be written: {error.strerror}") from None
-        output.traceback_lines()
-        return _report(error, type(error).__name__, f"{error} (this is a bug; please report it)", 1, words)
+        return _report_other(error, words)
+
+
+def _report_other(error: Exception, words: list[str]) -> int:
+    """Report an error that is none of the package, and return its code; 1 for a bug."""
+    if _was_interrupted(error):
+        return _report_interrupt(words)
+    if _reader_is_gone(error):
+        return 0
+    if isinstance(error, MemoryError) or getattr(error, "errno", None) in _TOO_FEW:  # of a huge file, or by a limit
+        shortage = getattr(error, "strerror", None) or "there is not enough memory"
+        return _report(error, type(error).__name__, shortage, 8, words)
+    if hasattr(error, "format_message"):  # the parser's own errors, whichever library typer builds on
+        return _report(error, "UsageError", _parser_message(error), 2, words)
+    if isinstance(error, OSError) and error.filename is None and error.errno in _WRITE_FAILED:
+        # ours are told by name: what is left are the parser's library's own writes
+        raise output.OutputError(f"the standard output cannot be written: {error.strerror}") from None
+    output.traceback_lines()
+    return _report(error, type(error).__name__, f"{error} (this is a bug; please report it)", 1, words)
 
 
 def _report_interrupt(words: Sequence[str]) -> int:

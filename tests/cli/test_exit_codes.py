@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from pathlib import Path
 
@@ -93,6 +94,21 @@ def test_8_is_a_store_that_cannot_be_written(release: Release, store: Path, sent
     store.write_bytes(b"a file")
     assert fetch(release) == 8
     assert str(store) in sentence()
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (MemoryError(), "there is not enough memory"),
+        (OSError(errno.EMFILE, "Too many open files"), "Too many open files"),
+    ],
+)
+def test_8_is_a_machine_without_enough_memory_or_files(
+    release: Release, monkeypatch: pytest.MonkeyPatch, sentence, error: Exception, said: str
+) -> None:
+    raise_in_fetch(monkeypatch, error)
+    assert fetch(release) == 8
+    assert sentence() == f"error: {said}"
 
 
 def test_9_is_what_device_or_abi_refuse(release: Release, monkeypatch: pytest.MonkeyPatch, sentence) -> None:
