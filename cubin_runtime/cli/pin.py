@@ -160,7 +160,10 @@ def unpin(
     library = Library(config)
     file = user_pins_path()
     if library.pins.group(target):
-        names = [one.name for one in remove_group(file, target)]
+        removed = remove_group(file, target)
+        for one in removed:
+            library.audit.write("unpin", release=one.name, path=one.path.text, file=str(file))
+        names = [one.name for one in removed]
         if json:
             output.emit_json("unpin", {"name": target, "pins": names, "file": str(file)})
         else:
@@ -186,7 +189,10 @@ def _pin_flashinfer(place: str, config: Config, json: bool) -> None:
     _refuse_where_signed(config)
     versions = flashinfer_pins(place if place == INSTALLED else str(local_path(place, "--from-flashinfer")))
     file = user_pins_path()
-    added = {pin.path: pin for pin in add_group(file, versions.pins, Library(config).pins)}
+    library = Library(config)
+    added = add_group(file, versions.pins, library.pins)
+    for new in added:
+        library.audit.write("pin", release=new.name, path=new.path.text, sha256=new.manifest_sha256, file=str(file))
     now = {one.path: one for one in Library(options.make_config(None, None, config.pin_files)).pins}
     if json:
         pins = [

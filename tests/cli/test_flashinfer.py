@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from pathlib import Path
@@ -142,6 +143,17 @@ def test_a_group_is_taken_out_as_one(tree: Path, run_json) -> None:
     code, shown = run_json("unpin", GROUP)
     assert (code, len(shown["pins"])) == (0, 8)
     assert run_json("fetch", GROUP)[0] == 3
+
+
+def test_each_pin_of_a_group_is_in_the_audit_log(
+    tree: Path, environment: Path, monkeypatch: pytest.MonkeyPatch, run_json
+) -> None:
+    monkeypatch.setenv("CUBIN_RUNTIME_AUDIT", str(environment / "audit.jsonl"))
+    run_json("unpin", GROUP)
+    run_json("pin", "--from-flashinfer", next(environment.glob("*.whl")))
+    lines = [json.loads(line) for line in (environment / "audit.jsonl").read_text().splitlines()]
+    assert [line["event"] for line in lines] == ["unpin"] * 8 + ["pin"] * 8
+    assert {line["release"] for line in lines[:8]} == {line["release"] for line in lines[8:]}
 
 
 @pytest.mark.parametrize("more", [["some/path"], ["--sha256", "0" * 64], ["--source", "package"]])
