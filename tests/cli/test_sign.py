@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from datetime import datetime, tzinfo
 from pathlib import Path
 
@@ -43,6 +45,24 @@ def test_a_key_is_never_overwritten(key: Path, capsys: pytest.CaptureFixture[str
     assert main(["keygen", str(key)]) == 2
     assert "exists already" in capsys.readouterr().err
     assert key.read_bytes() == before
+
+
+@pytest.mark.parametrize("writes", [1, 2], ids=["private", "public"])
+def test_a_full_disk_leaves_no_part_of_a_key(
+    environment: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], writes: int
+) -> None:
+    room = iter(range(1, writes))
+
+    def fill_disk(descriptor: int, data: bytes) -> None:
+        if next(room, None) is None:
+            os.write(descriptor, data[:10])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        os.write(descriptor, data)
+
+    monkeypatch.setattr(signing, "write_all", fill_disk)
+    assert main(["keygen", str(environment / "pins.key")]) == 8
+    assert "cannot be written: No space left on device" in capsys.readouterr().err
+    assert list(environment.iterdir()) == []
 
 
 def test_a_signed_file_is_taken_and_an_unsigned_one_is_not(checked: Release, key: Path) -> None:
@@ -119,6 +139,11 @@ def test_signing_again_refuses_an_expiry_that_has_passed(
     [
         (["--expires", "tomorrow"], 2, "expected a time with its zone"),
         (["--expires", "2099-12-31T00:00:00"], 2, "expected a time with its zone"),
+        (
+            ["--expires", "2099-12-31T00:00:00+00:00:01"],
+            2,
+            "expires 2099-12-31T00:00:00+00:00:01: expected a time zone",
+        ),
         (["--expires", "2001-01-01T00:00:00Z"], 2, "expires 2001-01-01T00:00:00+00:00: is past"),
         (["--version", "1"], 2, "states 2 already"),
         (["--key", "none.key"], 3, "private key cannot be read"),

@@ -7,7 +7,8 @@ import json
 import os
 import re
 from collections.abc import Sequence
-from datetime import datetime, timezone
+from contextlib import suppress
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -70,7 +71,12 @@ def make_key(private: Path) -> KeyPair:
         if os.path.lexists(file):
             raise UsageError(f"{file}: exists already, and a key is never overwritten")
     _write_new(private, secret, 0o600)
-    _write_new(public, key.public_key().public_bytes(pem, serialization.PublicFormat.SubjectPublicKeyInfo), 0o644)
+    try:
+        _write_new(public, key.public_key().public_bytes(pem, serialization.PublicFormat.SubjectPublicKeyInfo), 0o644)
+    except BaseException:
+        with suppress(OSError):
+            private.unlink()  # nobody has used it, and it would be in the way of the next attempt
+        raise
     raw = key.public_key().public_bytes_raw()
     return KeyPair(private, public, digest_of(raw)[:16], raw.hex())
 
@@ -94,7 +100,7 @@ def sign_pin_file(
     """
     if not keys:
         raise UsageError("sign: expected the file of a private key at least")
-    if expires is not None and expires.tzinfo is None:
+    if expires is not None and not _has_zone(expires):
         raise UsageError(f"expires {expires.isoformat()}: expected a time zone, for example 2027-01-31T00:00:00Z")
     private = [_private_key(key) for key in keys]
     read_pin_file(file, ())  # else a lock would be left beside no file
@@ -136,6 +142,12 @@ def _signed(file: Path, private: Sequence[Ed25519PrivateKey], version: int | Non
     return Signing(file, beside, version, None if until is None else until.isoformat(), names)
 
 
+def _has_zone(time: datetime) -> bool:
+    """Return whether a time has a zone, of whole minutes as TOML has them."""
+    offset = time.utcoffset()
+    return offset is not None and not offset % timedelta(minutes=1)
+
+
 def _private_key(file: Path) -> Ed25519PrivateKey:
     _need_cryptography("signing")
     from cryptography.hazmat.primitives import serialization
@@ -161,11 +173,16 @@ def _need_cryptography(what: str) -> None:
 
 
 def _write_new(file: Path, data: bytes, mode: int) -> None:
+    """Write a file that does not exist, whole or not at all."""
     try:
         handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
         try:
-            write_all(handle, data)
-        finally:
-            os.close(handle)
+            try:
+                write_all(handle, data)
+            finally:
+                os.close(handle)
+        except BaseException:
+            file.unlink()
+            raise
     except OSError as error:
         raise StoreError(f"{file}: cannot be written: {error.strerror}") from None
