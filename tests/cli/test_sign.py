@@ -47,19 +47,35 @@ def test_a_key_is_never_overwritten(key: Path, capsys: pytest.CaptureFixture[str
     assert key.read_bytes() == before
 
 
-@pytest.mark.parametrize("writes", [1, 2], ids=["private", "public"])
-def test_a_full_disk_leaves_no_part_of_a_key(
-    environment: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], writes: int
-) -> None:
-    room = iter(range(1, writes))
+def fill_disk(monkeypatch: pytest.MonkeyPatch, files: int) -> None:
+    """Let the disk be full when there are so many files more and a part of another."""
+    write, room = os.write, iter(["all"] * files + ["part"])
 
-    def fill_disk(descriptor: int, data: bytes) -> None:
-        if next(room, None) is None:
-            os.write(descriptor, data[:10])
+    def limited(descriptor: int, data: bytes) -> int:
+        left = next(room, "none")
+        if left == "none":
             raise OSError(errno.ENOSPC, "No space left on device")
-        os.write(descriptor, data)
+        return write(descriptor, data if left == "all" else data[:10])
 
-    monkeypatch.setattr(signing, "write_all", fill_disk)
+    monkeypatch.setattr(os, "write", limited)
+
+
+@pytest.mark.parametrize("files", [0, 1])
+def test_a_full_disk_leaves_a_file_as_it_was_signed_before(
+    checked: Release, key: Path, monkeypatch: pytest.MonkeyPatch, files: int
+) -> None:
+    sign(checked, key)
+    with monkeypatch.context() as full:
+        fill_disk(full, files)
+        assert sign(checked, key) == 8
+    assert main(["list", "--pins", str(checked.pin_file)]) == 0
+
+
+@pytest.mark.parametrize("files", [0, 1], ids=["private", "public"])
+def test_a_full_disk_leaves_no_part_of_a_key(
+    environment: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], files: int
+) -> None:
+    fill_disk(monkeypatch, files)
     assert main(["keygen", str(environment / "pins.key")]) == 8
     assert "cannot be written: No space left on device" in capsys.readouterr().err
     assert list(environment.iterdir()) == []
@@ -198,14 +214,14 @@ def test_a_folder_in_place_of_the_signature_leaves_the_file_as_it_was(
 
 def test_signing_waits_for_another_that_signs(checked: Release, key: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held = list[bool]()
-    replace_file = signing.replace_file
+    write_all = signing.write_all
 
-    def noted(file: Path, data: bytes) -> None:
+    def noted(descriptor: int, data: bytes) -> None:
         with pytest.raises(TimeoutError), changing(checked.pin_file, seconds=0.05):
             pass
         held.append(True)
-        replace_file(file, data)
+        write_all(descriptor, data)
 
-    monkeypatch.setattr(signing, "replace_file", noted)
+    monkeypatch.setattr(signing, "write_all", noted)
     assert sign(checked, key) == 0
     assert held == [True, True]

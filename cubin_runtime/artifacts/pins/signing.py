@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from ...errors import StoreError, UsageError
 from ...values import dataclass
-from ..atomic_write import changing, replace_file, write_all
+from ..atomic_write import changing, replacing, write_all
 from ..bounded_read import digest_of
 from .bounded_toml import read_toml
 from .pin import parse_pins
@@ -136,8 +136,9 @@ def _signed(file: Path, private: Sequence[Ed25519PrivateKey], version: int | Non
     beside = file.with_name(file.name + SIGNATURE_SUFFIX)
     if beside.is_dir():
         raise StoreError(f"{beside}: is a folder, expected a file or nothing")
-    replace_file(file, signed)
-    replace_file(beside, b"".join(base64.b64encode(one) + b"\n" for one in signatures))
+    with replacing(beside) as new_signature, replacing(file) as new_file:  # neither takes its place before both fit
+        write_all(new_signature, b"".join(base64.b64encode(one) + b"\n" for one in signatures))
+        write_all(new_file, signed)
     names = tuple(digest_of(key.public_key().public_bytes_raw())[:16] for key in private)
     return Signing(file, beside, version, None if until is None else until.isoformat(), names)
 
