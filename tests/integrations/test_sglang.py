@@ -245,6 +245,7 @@ def test_runners_that_are_refused(changed: dict[str, Any], named: str) -> None:
         ({"attn_type": AttentionType.ENCODER_ONLY}, {}, "attn_type"),
         ({"is_cross_attention": True}, {}, "is_cross_attention"),
         ({"v_head_dim": 64}, {}, "head_size=128, values of 64"),
+        ({"logit_cap": 30.0, "logit_capping_method": "sigmoid"}, {}, "logit_capping_method='sigmoid'"),
         ({}, {"k_rope": torch.zeros(1)}, "k_rope"),
     ],
 )

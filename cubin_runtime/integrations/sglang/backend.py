@@ -61,7 +61,7 @@ class CubinRuntimeAttnBackend(PagedAttnBackend):
                 warm_up(q, *self._caches(layer), "NHD", self._options(layer, None), self._limits, columns)
 
     def _check(self, layer: Any) -> None:
-        """Refuse a layer that is not causal, or has sizes without kernels.
+        """Refuse a layer that is not causal, caps scores by another function, or has sizes without kernels.
 
         Raises:
             UsageError: the message names what it is.
@@ -71,6 +71,8 @@ class CubinRuntimeAttnBackend(PagedAttnBackend):
                 f"is_cross_attention={layer.is_cross_attention}, attn_type={layer.attn_type.name}, "
                 f"xai_temperature_len={layer.xai_temperature_len}: expected a causal decoder layer"
             )
+        if layer.logit_cap and layer.logit_capping_method != "tanh":
+            raise UsageError(f"logit_capping_method={layer.logit_capping_method!r}: expected 'tanh'")
         check_layer(layer.qk_head_dim, layer.v_head_dim, layer.tp_q_head_num, layer.tp_k_head_num)
 
     def _options(self, layer: Any, sinks: Any) -> LayerOptions:
