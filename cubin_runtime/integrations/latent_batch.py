@@ -12,6 +12,7 @@ from ..errors import UsageError
 from ..kernels.native.mla.select import COLUMNS, MAX_HEADS, MAX_QUERIES, WIDE_ROWS
 from ..kernels.native.problem import Dealing
 from ..kernels.native.sparse_mla.select import MAX_WIDTH
+from .scratch import launch
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -127,7 +128,9 @@ def attend_latent(
         lse = None if lse is None else lse.view(lead)
         q_rope = None if q_rope is None else q_rope.view(*lead, q_rope.shape[-1])
     dealing = options.dealing
-    mla_decode(
+    launch(
+        mla_decode,
+        scratch.of_launch(requests, rows, decodes.max_seq_len) if scratch else None,
         q,
         kv_cache,
         decodes.table,
@@ -145,7 +148,6 @@ def attend_latent(
         out=out,
         lse=lse,
         q_rope=q_rope,
-        workspace=scratch.of_launch(requests, rows, decodes.max_seq_len) if scratch else None,
     )
 
 

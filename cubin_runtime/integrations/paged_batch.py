@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..attention.operators.context_attention import context_attention
 from ..attention.operators.paged_decode import paged_decode
 from ..attention.paged_cache import MAX_GROUP, PAGE_SIZES
-from ..errors import UsageError, WorkspaceError
+from ..errors import UsageError
 from ..kernels.native.prefill.select import SEGMENT_HEAD_DIMS
+from .scratch import launch
 
 if TYPE_CHECKING:
     from .scratch import SharedScratch
@@ -136,13 +137,7 @@ def launch_part(
     """Call ``operator`` with its first arguments, the others by name, and the scratch that layers share."""
     scratch = options.scratch
     workspace = None if scratch is None else scratch.of_launch(part.table.shape[0], part.rows, part.max_seq_len)
-    try:
-        operator(*states, **arguments, workspace=workspace)
-    except WorkspaceError:
-        if workspace is None:
-            raise
-        # A launch that readiness did not foresee has scratch of its own.
-        operator(*states, **arguments)
+    launch(operator, workspace, *states, **arguments)
 
 
 def check_layer(head_size: int, value_size: int, heads: int, kv_heads: int) -> None:

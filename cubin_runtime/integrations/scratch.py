@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from ..attention.operator_plan import OperatorPlan
 from ..attention.runtime import Runtime, default_runtime
+from ..errors import WorkspaceError
 from ..launch.workspace import SemaphoreWorkspace, Workspace, scratch_sizes
 
 if TYPE_CHECKING:
@@ -75,14 +76,15 @@ class SharedScratch:
     def cover(self, plans: Iterable[OperatorPlan], limits: Limits) -> None:
         """Grow to what these plans need, which are those of all launches within ``limits``.
 
-        Only the most requests may differ between layers, some of which cut those of a step into several.
-        Call it where no work and no graph uses the scratch, such as while the engine measures its memory.
+        Later launches get it within the most of all limits: layers, and backends for several numbers of draft tokens,
+        differ in theirs. Call it where no work and no graph uses the scratch, such as while the engine measures its
+        memory.
         """
         sizes = self._sizes
         for plan in plans:
             zeroed, other = scratch_sizes([region for region in plan.regions if not region.lent])
             sizes = max(sizes[0], zeroed), max(sizes[1], other)
-        self._limits = limits._replace(requests=max(self._limits.requests, limits.requests))
+        self._limits = Limits(*map(max, self._limits, limits))
         if sizes != self._sizes or self._workspaces.keys() != {*self._streams}:
             self._sizes = sizes
             self._workspaces = {stream: self._made_for(stream) for stream in self._streams}
@@ -113,6 +115,16 @@ def shared_scratch(device: int) -> SharedScratch:
     if device not in of_devices:
         of_devices[device] = SharedScratch(device, runtime.memory, runtime.driver)
     return of_devices[device]
+
+
+def launch(operator: Callable[..., Any], workspace: SemaphoreWorkspace | None, *states: Any, **arguments: Any) -> None:
+    """Call ``operator`` with scratch that layers share; a launch that nobody foresaw may need more, and has its own."""
+    try:
+        operator(*states, **arguments, workspace=workspace)
+    except WorkspaceError:
+        if workspace is None:
+            raise
+        operator(*states, **arguments)
 
 
 def load(plans: Sequence[OperatorPlan]) -> tuple[str, ...]:

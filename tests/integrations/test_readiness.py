@@ -9,9 +9,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from cubin_runtime.attention import Runtime, plan_paged_decode  # noqa: E402
+from cubin_runtime.errors import WorkspaceError  # noqa: E402
 from cubin_runtime.integrations import readiness  # noqa: E402
 from cubin_runtime.integrations.paged_batch import LayerOptions  # noqa: E402
-from cubin_runtime.integrations.scratch import Limits, SharedScratch  # noqa: E402
+from cubin_runtime.integrations.scratch import Limits, SharedScratch, launch  # noqa: E402
 from cubin_runtime.launch.workspace import workspace_size  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -74,3 +75,25 @@ def test_prompts_over_e4m3_need_the_kernels_of_both_ways_and_no_memory_of_the_co
         patch.setattr(scratch, "_made_for", lambda _: None)
         scratch.cover(plans, Limits(MOST, 4096, keys))
     assert scratch._sizes[1] < 24 << 20 < max(plan.workspace_bytes for plan in plans)
+
+
+def test_layers_of_smaller_limits_leave_the_scratch_of_the_others(hopper: Runtime) -> None:
+    scratch = SharedScratch(0, hopper.memory, hopper.driver)
+    for limits in (Limits(4, 100, 5000), Limits(8, 50, 1000)):
+        scratch.cover([], limits)
+    assert scratch.of_launch(4, 100, 5000) is not None
+    assert scratch.of_launch(8, 50, 1000) is not None
+    assert scratch.of_launch(8, 101, 1000) is None
+
+
+def test_a_launch_that_needs_more_than_the_shared_scratch_has_its_own() -> None:
+    launches: list[dict[str, object]] = []
+    workspace: Any = object()
+
+    def operator(*_: object, **arguments: object) -> None:
+        launches.append(arguments)
+        if arguments.get("workspace"):
+            raise WorkspaceError("too small")
+
+    launch(operator, workspace, 1, scale=2.0)
+    assert launches == [{"scale": 2.0, "workspace": workspace}, {"scale": 2.0}]

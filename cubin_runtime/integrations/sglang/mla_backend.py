@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,10 +10,10 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 
 from ...attention.operators.context_attention import context_attention
-from ...errors import UsageError, WorkspaceError
+from ...errors import UsageError
 from ..latent_batch import PAGE_SIZE, LatentDecodes, LatentOptions, attend_latent, check_latent_layer
 from ..latent_readiness import LatentKind, reserve_latent, reserve_prompts, warm_up_latent
-from ..scratch import SharedScratch
+from ..scratch import SharedScratch, launch
 from .steps import PagedAttnBackend, refuse
 from .versions import NAME, write_location
 
@@ -130,8 +129,9 @@ class CubinRuntimeMlaAttnBackend(PagedAttnBackend):
         merged, scratch = bool(forward_batch.mha_return_lse), self._scratch
         lse = torch.empty(queries.shape[:2], dtype=torch.float32, device=q.device) if merged else None
         bound = min(part.max_seq_len, keys.shape[0])
-        attend = partial(
+        launch(
             context_attention,
+            scratch.of_launch(part.table.shape[0], part.rows, bound) if scratch else None,
             queries,
             keys,
             values,
@@ -145,13 +145,6 @@ class CubinRuntimeMlaAttnBackend(PagedAttnBackend):
             out=out,
             lse=lse,
         )
-        workspace = scratch.of_launch(part.table.shape[0], part.rows, bound) if scratch else None
-        try:
-            attend(workspace=workspace)
-        except WorkspaceError:
-            if workspace is None:
-                raise
-            attend()  # a launch that was not foreseen has scratch of its own
         return out.view(-1, heads * layer.v_head_dim) if lse is None else (out, lse)
 
 

@@ -15,7 +15,7 @@ from ...errors import UsageError
 from ...kernels.native.sparse_mla.select import ROW_FORMS
 from ..latent_batch import LISTED_LATENT, unserved_lists
 from ..latent_readiness import ListKind, reserve_lists
-from ..scratch import Limits, shared_scratch
+from ..scratch import Limits, launch, shared_scratch
 from .steps import refuse
 from .versions import NAME, draft_shape, is_deterministic, serve_lists
 
@@ -77,15 +77,16 @@ class CubinRuntimeSparseMlaAttnBackend(DeepseekSparseAttnBackend):  # type: igno
         queries = concat_mla_absorb_q_general(*parts)  # several times as fast as torch.cat of transposed columns
         cache = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
         out = torch.empty(*queries.shape[:2], LISTED_LATENT, dtype=queries.dtype, device=queries.device)
-        sparse_mla_decode(
+        launch(
+            sparse_mla_decode,
+            # Lists have the same length however many keys there are.
+            self._scratch.of_launch(1, queries.shape[0], 0),
             queries,
             cache.view(cache.shape[0], cache.shape[-1]),
             self._slots(lists, queries.shape[0]),
             softmax_scale=layer.scaling,
             sinks=None if sinks is None else sinks.to(torch.float32),
             out=out,
-            # Lists have the same length however many keys there are.
-            workspace=self._scratch.of_launch(1, queries.shape[0], 0),
         )
         return out.view(-1, heads * LISTED_LATENT)
 

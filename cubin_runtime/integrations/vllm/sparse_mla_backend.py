@@ -19,7 +19,7 @@ from ...errors import UsageError
 from ...kernels.native.sparse_mla.select import ROW_FORMS
 from ..latent_batch import LISTED_LATENT, LISTED_ROPE, PAGE_SIZE, unserved_lists
 from ..latent_readiness import ListKind, reserve_lists
-from ..scratch import SharedScratch
+from ..scratch import SharedScratch, launch
 from .backend import LOGGER, limits_of, refused_drafts
 from .mla_backend import LatentBackend, joined
 from .versions import latent_cache_interface, lists_width
@@ -284,15 +284,16 @@ class CubinRuntimeSparseMlaImpl(*_BASES):  # type: ignore[misc]
 
     def _attend(self, q: torch.Tensor, kv_cache: torch.Tensor, indices: torch.Tensor, out: torch.Tensor) -> None:
         """The same by ours."""
-        sparse_mla_decode(
+        launch(
+            sparse_mla_decode,
+            # Lists have the same length however many keys there are.
+            self._scratch.of_launch(1, q.shape[0], 0) if self._scratch else None,
             q,
             kv_cache,
             indices,
             softmax_scale=self.scale,
             batch_invariant=self._batch_invariant,
             out=out,
-            # Lists have the same length however many keys there are.
-            workspace=self._scratch.of_launch(1, q.shape[0], 0) if self._scratch else None,
         )
 
 
