@@ -271,6 +271,7 @@ class CubinRuntimeMlaImpl(MLACommonImpl[MLACommonMetadata]):  # type: ignore[mis
         self._options = LatentOptions(self.scale, 1.0, bool(envs.VLLM_BATCH_INVARIANT), dealing)
         self._quantized = kv_cache_dtype in _FP8
         self._table_keys = 0
+        self._warm_shape: torch.Size | None = None
         self._get_ready(config, q_len)
 
     def forward_mqa(
@@ -312,10 +313,14 @@ class CubinRuntimeMlaImpl(MLACommonImpl[MLACommonMetadata]):  # type: ignore[mis
     def do_kv_cache_update(
         self, kv_c_normed: torch.Tensor, k_pe: torch.Tensor, kv_cache: torch.Tensor, *arguments: Any, **more: Any
     ) -> None:
-        """As vLLM's own; when it first runs over the cache, in a dummy step, write the fast paths."""
+        """As vLLM's own; when it first runs over a cache, in a dummy step, write the fast paths.
+
+        vLLM measures its graphs over a smaller cache first.
+        """
         super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, *arguments, **more)
-        if self._table_keys and kv_cache.numel() and not _is_capturing(kv_cache):
-            columns, self._table_keys = -(-self._table_keys // kv_cache.shape[1]), 0
+        if self._table_keys and kv_cache.shape != self._warm_shape and kv_cache.numel() and not _is_capturing(kv_cache):
+            self._warm_shape = kv_cache.shape
+            columns = -(-self._table_keys // kv_cache.shape[1])
             cache = kv_cache.view(torch.float8_e4m3fn) if self._quantized else kv_cache
             warm_up_latent(self._kind, cache, self._options, self._limits, columns)
 
