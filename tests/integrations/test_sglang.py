@@ -232,6 +232,8 @@ def test_modes_that_are_refused(mode: ForwardMode) -> None:
         ({"dtype": torch.float16}, "kv_cache_dtype: torch.bfloat16"),
         ({"token_to_kv_pool": SimpleNamespace()}, "token_to_kv_pool: a SimpleNamespace"),
         ({"token_to_kv_pool": pool_of(dtype=torch.float8_e5m2)}, "kv_cache_dtype: torch.float8_e5m2"),
+        ({"server_args": SimpleNamespace(dcp_size=2)}, "dcp_size=2"),
+        ({"server_args": SimpleNamespace(enable_prefill_cp=True)}, "enable_prefill_cp"),
     ],
 )
 def test_runners_that_are_refused(changed: dict[str, Any], named: str) -> None:

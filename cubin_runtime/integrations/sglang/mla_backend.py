@@ -52,9 +52,6 @@ class CubinRuntimeMlaAttnBackend(PagedAttnBackend):
                 "enable_deterministic_inference: the bits of prompts depend on cached prefixes here; "
                 "expected another --prefill-attention-backend"
             )
-        ranks = getattr(server, "dcp_size", 1)
-        if ranks > 1:
-            raise UsageError(f"dcp_size={ranks}: expected 1")
         self._scratch: SharedScratch | None = None
         # Imported late: a model without MLA need not load the models of others.
         from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry

@@ -16,7 +16,7 @@ from ...kernels.native.sparse_mla.select import ROW_FORMS
 from ..latent_batch import LISTED_LATENT, unserved_lists
 from ..latent_readiness import ListKind, reserve_lists
 from ..scratch import Limits, launch, shared_scratch
-from .steps import refuse
+from .steps import refuse, refuse_context_parallelism
 from .versions import NAME, draft_shape, is_deterministic, serve_lists
 
 _LOGGER = logging.getLogger(__name__)
@@ -142,8 +142,6 @@ def _check(model_runner: Any) -> None:
         )
     if is_deterministic():
         raise UsageError("enable_deterministic_inference: prompts run on kernels that SGLang does not list for it")
-    ranks = getattr(server, "dcp_size", None) or 1
-    if ranks > 1 or is_dsa_enable_prefill_cp():
-        raise UsageError(f"dcp_size={ranks}, enable_prefill_cp: expected no context parallelism")
+    refuse_context_parallelism(server, is_dsa_enable_prefill_cp())
     if model_runner.dtype != torch.bfloat16:
         raise UsageError(f"dtype: {model_runner.dtype}, expected bfloat16")

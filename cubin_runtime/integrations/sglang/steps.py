@@ -22,7 +22,7 @@ class PagedAttnBackend(AttentionBackend):  # type: ignore[misc]
         """Read what a step needs of the model runner.
 
         Raises:
-            UsageError: a page size, a cache or drafts that are not supported.
+            UsageError: a page size, a cache, context parallelism or drafts that are not supported.
         """
         super().__init__()
         page = model_runner.page_size
@@ -31,6 +31,7 @@ class PagedAttnBackend(AttentionBackend):  # type: ignore[misc]
         server = getattr(model_runner, "server_args", None)
         if getattr(server, "enable_hierarchical_cache", False):
             raise UsageError("enable_hierarchical_cache: pages that come back from the host were never tried")
+        refuse_context_parallelism(server)
         self._drafts, breadth = draft_shape()
         if self._drafts > MAX_QUERIES or breadth > 1:
             raise UsageError(
@@ -130,6 +131,21 @@ class PagedAttnBackend(AttentionBackend):  # type: ignore[misc]
     ) -> Any:
         """As ``forward_extend``, one token of each request."""
         return self.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **arguments)
+
+
+def refuse_context_parallelism(server: Any, splits_prompts: bool = False) -> None:
+    """Refuse keys of decodes, or tokens of prompts, that are split over ranks.
+
+    Args:
+        server: SGLang's arguments.
+        splits_prompts: whether prompts are known to be split, whatever ``server`` says.
+
+    Raises:
+        UsageError: they are.
+    """
+    ranks = getattr(server, "dcp_size", None) or 1
+    if ranks > 1 or splits_prompts or getattr(server, "enable_prefill_cp", False):
+        raise UsageError(f"dcp_size={ranks}, enable_prefill_cp: expected no context parallelism")
 
 
 def refuse(arguments: dict[str, Any]) -> None:
