@@ -191,6 +191,8 @@ def test_draft_tokens_are_verified_as_several_tokens_of_a_request(
     execution.speculative_algorithm = "EAGLE"
     execution.speculative_num_draft_tokens, execution.speculative_eagle_topk = 4, 1
     made, step = backend(), batch(ForwardMode.TARGET_VERIFY, [2, 1], [33, 7], [4, 4])
+    assert not made.needs_cpu_seq_lens
+    step.seq_lens_cpu = step.seq_lens_sum = None  # so SGLang leaves them on the device alone
     if captured:
         made.init_cuda_graph_state(4, 16)
         made.init_forward_metadata_out_graph(step, in_capture=True)

@@ -18,6 +18,9 @@ from .versions import draft_shape, is_deterministic
 class PagedAttnBackend(AttentionBackend):  # type: ignore[misc]
     """The common part of our backends: ``forward_metadata`` is the step's ``PagedBatch``."""
 
+    # Where draft tokens are verified, SGLang would wait for the device to know them.
+    needs_cpu_seq_lens = False
+
     def __init__(self, model_runner: Any, page_sizes: Sequence[int]) -> None:
         """Read what a step needs of the model runner.
 
