@@ -69,9 +69,12 @@ class SharedScratch:
         self.ready: set[Hashable] = set()  # the work that layers noted as done
 
     def serve(self, stream: int) -> None:
-        """Have scratch for another stream too, on which no graph is captured; ``cover`` makes it."""
-        if stream not in self._streams:
-            self._streams.append(stream)
+        """Have scratch for another stream too, on which no graph is captured."""
+        if stream in self._streams:
+            return
+        self._streams.append(stream)
+        if self._workspaces:  # of layers that later ones like them do not cover again
+            self._workspaces[stream] = self._made_for(stream)
 
     def cover(self, plans: Iterable[OperatorPlan], limits: Limits) -> None:
         """Grow to what these plans need, which are those of all launches within ``limits``.

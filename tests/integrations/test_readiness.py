@@ -86,6 +86,16 @@ def test_layers_of_smaller_limits_leave_the_scratch_of_the_others(hopper: Runtim
     assert scratch.of_launch(8, 101, 1000) is None
 
 
+def test_a_stream_that_comes_later_gets_scratch_too(hopper: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    scratch = SharedScratch(0, hopper.memory, hopper.driver)
+    scratch.cover([], Limits(4, 100, 5000))
+    first = scratch.of_launch(1, 1, 1)
+    scratch.serve(7)
+    assert scratch.of_launch(1, 1, 1) is first
+    monkeypatch.setattr(hopper.memory, "current_stream", lambda _: 7)
+    assert scratch.of_launch(1, 1, 1) not in (None, first)
+
+
 def test_a_launch_that_needs_more_than_the_shared_scratch_has_its_own() -> None:
     launches: list[dict[str, object]] = []
     workspace: Any = object()
