@@ -21,6 +21,7 @@ from ...dtypes import DTYPES, ITEM_BYTES
 from ...errors import CorruptError, MissingError, StoreError
 from ...tensor import TensorView
 from .call import Option, RecordedCall, RecordedTensor
+from .snapshot import span_of
 
 if TYPE_CHECKING:
     from ...protocols import DTypeName
@@ -32,6 +33,7 @@ _PAGES = "page_ids"  # the tensor of the pages that are stored
 _MAX_HEADER_BYTES = 16 << 20
 _MAX_RANK = 8
 _MAX_NUMBER = 1 << 62
+_MAX_MESSAGE = 500
 _DTYPES = {dtype.stored: dtype.name for dtype in DTYPES.values()}
 
 
@@ -84,7 +86,7 @@ def parse_call(data: bytes, where: str) -> RecordedCall:
     try:
         return _parse(data)
     except CorruptError as error:
-        raise CorruptError(f"{where}: {error}") from None
+        raise CorruptError(f"{where}: {str(error)[:_MAX_MESSAGE]}") from None
     except RecursionError:
         raise CorruptError(f"{where}: the header is nested too deeply") from None
 
@@ -195,13 +197,15 @@ def _tensor(
     shape, strides = _numbers(form.get("shape"), name), _numbers(form.get("strides"), name)
     (address,) = _numbers([form.get("address")], name)
     paged, output, word = form.get("paged"), form.get("output"), form.get("dtype")
-    if len(shape) != len(strides) or type(paged) is not bool or type(output) is not bool or word not in DTYPES:
+    if len(shape) != len(strides) or type(paged) is not bool or type(output) is not bool or str(word) not in DTYPES:
         raise CorruptError(f"{name}: {form!r}, expected a tensor's dtype, shape and strides")
     expected = [pages, *shape[1:]] if paged and shape else shape
     dtype, stored_shape, data = stored.get(name, (word, expected, b""))
     if (dtype, stored_shape) != (word, expected) or (name not in stored and not output):
         raise CorruptError(f"{name}: {dtype} {stored_shape} is stored, expected {word} {expected}")
     view = TensorView(address, cast("DTypeName", word), tuple(shape), tuple(strides))
+    if span_of(view) > _MAX_NUMBER:
+        raise CorruptError(f"{name}: {shape} in strides {strides}, more than any memory has")
     return RecordedTensor(view, data, paged=paged, output=output)
 
 

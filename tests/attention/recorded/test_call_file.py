@@ -86,3 +86,22 @@ def test_a_tensor_of_any_dtype_is_written_and_read(dtype: Any) -> None:
     mask = RecordedTensor(TensorView.contiguous(1 << 20, dtype, (3,)), bytes(range(3 * ITEM_BYTES[dtype])))
     data = call_bytes(replace(call, tensors={**call.tensors, "mask": mask}))
     assert parse_call(data, "call").tensors["mask"] == mask
+
+
+def _with_form_of_q(change: dict[str, Any]) -> bytes:
+    """A file whose call says something else of ``q``."""
+    data = call_bytes(decode_call())
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    call = json.loads(header["__metadata__"]["call"])
+    call["tensors"]["q"] |= change
+    header["__metadata__"]["call"] = json.dumps(call)
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data[8 + size :]
+
+
+@pytest.mark.parametrize("change", [{"dtype": []}, {"strides": [1 << 62, 32, 1]}, {"dtype": "x" * 10_000}])
+def test_a_form_that_no_tensor_has_is_refused_in_few_words(change: dict[str, Any]) -> None:
+    with pytest.raises(CorruptError, match=r"^here: q: ") as refused:
+        parse_call(_with_form_of_q(change), "here")
+    assert len(str(refused.value)) < 1000
