@@ -58,6 +58,8 @@ def _of_output(name: str, values: NDArray[Any], dtype: str, reference: Reference
     rounding = ROUNDING[dtype]
     want = np.clip(reference.out, -rounding.largest, rounding.largest)
     got = values[: len(want)].astype(np.float64)
+    if got.shape != want.shape:
+        raise ValueError(f"{name}: {got.shape}, expected {want.shape}")
     bound = ROUNDING[reference.probabilities].probabilities + rounding.output + reference.of_scores * math.log(2)
     floor = rounding.step * math.sqrt(want.shape[-1])
     errors, norms = np.linalg.norm(got - want, axis=-1), np.linalg.norm(want, axis=-1)
@@ -73,6 +75,8 @@ def _of_lse(name: str, got: NDArray[Any], reference: Reference) -> Comparison:
 
     want, tolerance = reference.lse, LSE_TOLERANCE + reference.of_scores
     got = got[: len(want)].astype(np.float64)
+    if got.shape != want.shape:
+        raise ValueError(f"{name}: {got.shape}, expected {want.shape}")
     empty = np.isneginf(want)
     distance = np.abs(np.where(empty, 0, got) - np.where(empty, 0, want))
     distance = np.where(empty, np.where(np.isneginf(got), 0, np.inf), distance)

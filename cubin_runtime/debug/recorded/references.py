@@ -135,6 +135,8 @@ class _Inputs:
         if outside.any():
             notes.append(f"{name}: {int(outside.sum())} entries that are read are outside the {pages} pages")
         stored = np.array(self.call.page_ids, dtype=np.int64)
+        if not stored.size and read.any():
+            raise NoReferenceError(f"{name}: all entries that are read are outside the {pages} pages")
         if not stored.size:
             return np.zeros_like(ids)
         return np.clip(np.searchsorted(stored, ids), 0, stored.size - 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ...errors import CorruptError
 from ...launch.devices import device_ordinal
 from ...values import dataclass
 from .call import RecordedCall, RecordedTensor
@@ -126,4 +127,7 @@ def replay_call(file: Path | str, *, runtime: Runtime | None = None, device: Dev
 def _compared(outputs: dict[str, RecordedTensor], reference: Reference | None) -> tuple[Comparison, ...]:
     if reference is None:
         return ()
-    return tuple(compare(name, tensor, reference) for name, tensor in outputs.items() if name in ("out", "lse"))
+    try:
+        return tuple(compare(name, tensor, reference) for name, tensor in outputs.items() if name in ("out", "lse"))
+    except (LookupError, ValueError) as error:
+        raise CorruptError(f"an output that does not fit its call: {error!r}") from error

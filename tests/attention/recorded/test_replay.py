@@ -14,6 +14,7 @@ from cubin_runtime.debug.recorded import replay_call
 from cubin_runtime.debug.recorded.call import RecordedCall, RecordedTensor
 from cubin_runtime.debug.recorded.call_file import write_call
 from cubin_runtime.debug.recorded.replay import ReplayReport
+from cubin_runtime.debug.recorded.snapshot import span_of
 from cubin_runtime.errors import CorruptError, UsageError
 from cubin_runtime.tensor import TensorView
 from tests.attention.recorded_calls import context_call, decode_call, mla_call
@@ -86,6 +87,22 @@ def test_a_length_over_the_bound_is_told(file: Path) -> None:
 def test_a_page_outside_the_pool_is_told(file: Path) -> None:
     report = replayed(changed(decode_call(), "page_table", integers(1, 8, 0, 0, 2, 0, 0, 99)), file)
     assert report.notes == ("page_table: 1 entries that are read are outside the 8 pages",)
+
+
+def test_a_table_with_no_page_of_the_pool_is_told(file: Path) -> None:
+    call = changed(decode_call(), "page_table", integers(*[99] * 8))
+    for name in ("k_cache", "v_cache"):
+        call = changed(call, name, b"")
+    report = replayed(replace(call, page_ids=()), file)
+    assert report.no_reference == "page_table: all entries that are read are outside the 8 pages"
+
+
+@pytest.mark.parametrize("view", [("int32", (2, 2, 32)), ("bfloat16", (1,)), ("bfloat16", (2, 2, 1))])
+def test_an_output_that_does_not_fit_is_refused(view: tuple[Any, tuple[int, ...]], file: Path) -> None:
+    call, out = decode_call(), TensorView.contiguous(9 << 20, *view)
+    tensors = {**call.tensors, "out": RecordedTensor(out, bytes(span_of(out)), output=True)}
+    with pytest.raises(CorruptError, match="an output that does not fit its call"):
+        replayed(replace(call, tensors=tensors), file)
 
 
 def test_a_failed_call_has_its_error_and_no_output(file: Path) -> None:
