@@ -40,19 +40,23 @@ def replay(
     from ..debug.recorded import read_call, replay_call
 
     config = replace(options.make_config(store, source, pins, offline), record=None)
-    reports: list[ReplayReport] = []
+    codes: list[int] = []
+    calls: list[dict[str, Any]] = []
     why = "--reference-only" if reference_only else "" if device is not None else _without_device()
     for file in files:
         runtime = None if why else _runtime(config, read_call(file))
-        reports.append(replay_call(file, runtime=runtime, device=device or 0))
-        if not json:
-            for line in reports[-1].lines():
-                output.line(line)
-            if why:
-                output.line(f"  not replayed: {why}")
+        report = replay_call(file, runtime=runtime, device=device or 0)
+        codes.append(0 if report.ok else _WRONG)
+        if json:
+            calls.append(_as_json(report))
+            continue
+        for line in report.lines():
+            output.line(line)
+        if why:
+            output.line(f"  not replayed: {why}")
     if json:
-        output.emit_json("replay", {"calls": [_as_json(report) for report in reports], "not_run": why})
-    output.finish(0 if report.ok else _WRONG for report in reports)
+        output.emit_json("replay", {"calls": calls, "not_run": why})
+    output.finish(codes)
 
 
 def _without_device() -> str:

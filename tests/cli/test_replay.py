@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,9 +11,10 @@ import pytest
 
 from cubin_runtime.cli import main
 from cubin_runtime.cli.json_schema import schema_of
-from cubin_runtime.debug.recorded.call import RecordedCall
+from cubin_runtime.debug.recorded.call import RecordedCall, RecordedTensor
 from cubin_runtime.debug.recorded.call_file import write_call
 from cubin_runtime.launch.driver import Driver
+from cubin_runtime.tensor import TensorView
 from tests.attention.recorded_calls import decode_call
 from tests.cli.json_shape import misfits
 
@@ -82,3 +84,17 @@ def test_a_missing_file_is_code_4(tmp_path: Path, capsys: Shown) -> None:
 
 def test_no_file_is_code_2() -> None:
     assert main(["replay"]) == 2
+
+
+def test_no_more_than_one_call_is_held(tmp_path: Path) -> None:
+    size = 8 << 20
+    call = decode_call(operator="other")
+    large = RecordedTensor(TensorView.contiguous(1 << 30, "uint8", (size,)), bytes(size))
+    call = replace(call, tensors={**call.tensors, "large": large})
+    files = [written(tmp_path, call, f"call{number}") for number in range(6)]
+    tracemalloc.start()
+    try:
+        assert main(["replay", "--reference-only", "--json", *files]) == 0
+        assert tracemalloc.get_traced_memory()[1] < 5 * size
+    finally:
+        tracemalloc.stop()
