@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 import threading
 import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any
 
+from ...artifacts.atomic_write import replace_file
 from ...attention.hook import Run
 from ..observer import Observer, observers
 from .calls import traced
@@ -83,15 +87,14 @@ class Recorder(Observer):
         with self._lock:
             numbers = self._numbers.get(lines)
             if numbers is None:
-                numbers = self._numbers[lines] = _numbers_in(lines)
                 described.parent.mkdir(parents=True, exist_ok=True)
                 if not described.exists():
-                    described.write_text(json.dumps(definition, indent=2) + "\n")
+                    replace_file(described, json.dumps(definition, indent=2).encode() + b"\n")
+                numbers = self._numbers[lines] = _numbers_in(lines)
             if number in numbers:
                 return
             lines.parent.mkdir(parents=True, exist_ok=True)
-            with lines.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+            _append(lines, json.dumps(line))
             numbers.add(number)
 
 
@@ -120,6 +123,24 @@ def _workload(call: TracedCall) -> dict[str, Any]:
 
 
 def _numbers_in(lines: Path) -> set[str]:
+    """The workloads in a file; a line that cannot be read is left as it is, a cut one is ended."""
+    numbers = set[str]()
     if not lines.exists():
-        return set()
-    return {json.loads(line)["workload"]["uuid"] for line in lines.read_text().splitlines() if line}
+        return numbers
+    text = lines.read_bytes()
+    if text and not text.endswith(b"\n"):
+        _append(lines, "")
+    for line in text.splitlines():
+        with suppress(ValueError, LookupError, TypeError, RecursionError):
+            numbers.add(json.loads(line)["workload"]["uuid"])
+    return numbers
+
+
+def _append(file: Path, line: str) -> None:
+    """Write a line at once, so that those of several processes do not mix; a full disk keeps no part of it."""
+    data = line.encode() + b"\n"
+    with file.open("ab", buffering=0) as opened:
+        count = opened.write(data)
+        if count < len(data):
+            opened.truncate(opened.tell() - count)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))
