@@ -12,7 +12,7 @@ from ...attention.operators.mla_decode import MLA_DECODE, MlaDecodePlan
 from ...attention.operators.paged_decode import PAGED_DECODE, PagedDecodePlan
 from ...attention.pipeline import plan_call
 from ...attention.runtime import Runtime
-from ...errors import UsageError
+from ...errors import CorruptError, UsageError
 from ...launch.driver import Driver
 from ...tensor import TensorView
 from .call import RecordedCall, RecordedTensor
@@ -28,6 +28,8 @@ _OPERATORS: Mapping[str, tuple[Any, Any]] = {
     )
 }
 _LATENT_CACHES = ("kv_cache", "v_cache")
+# A scale on the device -> the number that is its factor, which the option of the scale then holds.
+_FACTORS = (("softmax_scale", "k_scale"), ("output_scale", "v_scale"))
 _ALIGNMENT = 1024  # bytes of alignment that addresses keep
 _POISON = 0xFF  # NaN in all float dtypes
 
@@ -44,6 +46,7 @@ def run_again(call: RecordedCall, runtime: Runtime, device: int) -> dict[str, Re
 
     Raises:
         UsageError: ``reruns`` says no, or the operator refuses the call.
+        CorruptError: an argument is missing.
         DeviceError: as the operator, and where the memory does not suffice.
     """
     if not reruns(call.operator):
@@ -52,7 +55,10 @@ def run_again(call: RecordedCall, runtime: Runtime, device: int) -> dict[str, Re
     run = _run_native if call.operator in _OPERATORS else _run_trtllm_gen
     driver = runtime.driver
     with driver.using(driver.context_on(device)), _memory(call, driver, device) as views:
-        run(call, views, runtime)
+        try:
+            run(call, views, runtime)
+        except (KeyError, TypeError) as error:
+            raise CorruptError(f"a call of {call.operator} with inconsistent arguments: {error!r}") from error
         driver.synchronize(0)
         outputs = [name for name, tensor in call.tensors.items() if tensor.output]
         return {name: replace(call.tensors[name], data=read_elements(driver, views[name])) for name in outputs}
@@ -118,8 +124,9 @@ def _run_native(call: RecordedCall, views: Mapping[str, TensorView], runtime: Ru
     names = [arg.name for arg in operator.tensors]
     options: dict[str, Any] = dict(call.options)
     scales = {name: views.get(name, options[name]) for name in ("softmax_scale", "output_scale")}
-    options_asked = {name: options[name] for name in operator.option_kinds}
-    arguments = {**dict.fromkeys((*names, *operator.scales)), **views, **scales}
+    options_asked = {name: options[name] for name in operator.option_kinds if name in options}  # older files lack some
+    factors = {of: options[name] for name, of in _FACTORS if name in views and of in operator.scales}
+    arguments = {**dict.fromkeys((*names, *operator.scales)), **factors, **views, **scales}
     planned = operator.options(**{**options_asked, "max_seq_len": options["planned_max_seq_len"]})
     plan = plan_call(plan_class, operator, arguments, planned, runtime=runtime, device_facts=None)
     workspace = plan.prepare(0)

@@ -15,10 +15,11 @@ import pytest
 from cubin_runtime.attention import Runtime, TensorView, paged_decode, plan_paged_decode
 from cubin_runtime.compat import flashinfer
 from cubin_runtime.debug.observer import observers
-from cubin_runtime.debug.recorded import CallRecorder, read_call
+from cubin_runtime.debug.recorded import CallRecorder, read_call, replay_call
+from cubin_runtime.debug.recorded.call_file import write_call
 from cubin_runtime.debug.recorded.recorder import record_process
 from cubin_runtime.dtypes import ITEM_BYTES
-from cubin_runtime.errors import StoreError, UsageError
+from cubin_runtime.errors import CorruptError, StoreError, UsageError
 from cubin_runtime.launch.driver_errors import DriverCallError
 from cubin_runtime.testing import StandIn
 from tests.attention.attention_examples import Tensors
@@ -255,3 +256,37 @@ def test_its_header_can_be_read_alone(decode: Decode, tmp_path: Path) -> None:
     data = recorder.files[0].read_bytes()
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     assert header["q"]["shape"] == [4, 64, 128]
+
+
+def _recorded_without(option: str, decode: Decode, folder: Path) -> Path:
+    """A call that was recorded before there was an option."""
+    with CallRecorder(folder) as recorder:
+        decode()
+    (file,) = recorder.files
+    call = read_call(file)
+    write_call(replace(call, options={name: value for name, value in call.options.items() if name != option}), file)
+    return file
+
+
+def test_a_call_without_a_newer_option_is_run_again(runtime: Runtime, decode: Decode, tmp_path: Path) -> None:
+    file = _recorded_without("draft_position", decode, tmp_path)
+    assert replay_call(file, runtime=runtime).replayed
+
+
+def test_a_call_without_its_bound_is_refused(runtime: Runtime, decode: Decode, tmp_path: Path) -> None:
+    file = _recorded_without("planned_max_seq_len", decode, tmp_path)
+    with pytest.raises(CorruptError, match="inconsistent arguments: KeyError\\('planned_max_seq_len'\\)"):
+        replay_call(file, runtime=runtime)
+
+
+def test_a_factor_of_a_scale_on_the_device_is_run_again(
+    runtime: Runtime, tensors: Tensors, decode: Decode, tmp_path: Path
+) -> None:
+    scale = TensorView.contiguous(tensors.q.pointer, "float32", (1,))
+    with CallRecorder(tmp_path / "calls") as recorder:
+        decode(softmax_scale=scale, k_scale=0.5, output_scale=scale, v_scale=2.0)
+    with CallRecorder(tmp_path / "again") as again:
+        replay_call(recorder.files[0], runtime=runtime)
+    before, after = (read_call(one.files[0]).options for one in (recorder, again))
+    assert (before["softmax_scale"], before["output_scale"]) == (0.5, 2.0)
+    assert after == before
