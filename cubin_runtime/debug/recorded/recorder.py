@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -48,13 +49,14 @@ class CallRecorder(Observer):
         self.skipped = 0
         self._limits = calls, max_bytes
         self._lock = threading.RLock()
+        self._token = secrets.token_hex(4)  # process ids come again, in every container
         self._number = 0
         self._written: deque[tuple[Path, int]] = deque()
 
     @property
     def files(self) -> tuple[Path, ...]:
         """The files that it wrote and kept, oldest first."""
-        return tuple(file for file, _ in self._written)
+        return tuple(file for file, _ in self._written.copy())
 
     def __enter__(self) -> CallRecorder:
         """Raises ``StoreError`` where the folder cannot be made."""
@@ -88,7 +90,10 @@ class CallRecorder(Observer):
                 for name in form.outputs:
                     tensors[name] = replace(tensors[name], data=read_elements(driver, form.views[name]))
         except CubinRuntimeError as error:
-            self._write(form, pages, tensors, str(error))
+            try:
+                self._write(form, pages, tensors, str(error))
+            except StoreError as unwritten:
+                _log.warning("%s", unwritten)
             raise
         self._write(form, pages, tensors, "")
         return result
@@ -119,7 +124,7 @@ class CallRecorder(Observer):
         call = RecordedCall(form.operator, tensors, form.options, pages, form.kernels, form.origin, error)
         with self._lock:
             self._number += 1
-            name = f"{os.getpid()}-{self._number:06d}-{form.operator}.safetensors"
+            name = f"{os.getpid()}.{self._token}-{self._number:06d}-{form.operator}.safetensors"
             write_call(call, self.folder / name)
             self._written.append((self.folder / name, call.nbytes))
             most, limit = self._limits

@@ -165,6 +165,18 @@ def test_a_fault_is_written_with_the_inputs(tensors: Tensors, decode: Decode, st
     assert (call.tensors["out"].data, len(call.tensors["q"].data)) == (b"", 4 * 64 * 128 * 2)
 
 
+def test_a_fault_is_raised_where_its_file_cannot_be_written(
+    decode: Decode, standin: StandIn, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    decode()
+    with CallRecorder(tmp_path / "calls") as recorder:
+        recorder.folder.rmdir()
+        standin.fail("cuStreamSynchronize", 700, skip=1)  # behind the launch
+        with pytest.raises(DriverCallError, match="cuStreamSynchronize returned 700"):
+            decode()
+    assert "cannot be written" in caplog.text
+
+
 def test_a_captured_call_runs_and_is_not_written(
     runtime: Runtime, decode: Decode, standin: StandIn, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -198,6 +210,15 @@ def test_the_newest_files_are_kept(decode: Decode, tmp_path: Path) -> None:
     kept = [file.name.split("-")[1] for file in recorder.files]
     assert kept == ["000003", "000004"]
     assert {file.name for file in tmp_path.iterdir()} == {"other", *(file.name for file in recorder.files)}
+
+
+def test_a_later_recorder_leaves_the_files_of_an_earlier_one(decode: Decode, tmp_path: Path) -> None:
+    with CallRecorder(tmp_path) as first:
+        decode()
+    with CallRecorder(tmp_path) as second:
+        decode()
+    assert set(tmp_path.iterdir()) == {*first.files, *second.files}
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_files_are_kept_as_far_as_their_bytes_go(decode: Decode, tmp_path: Path) -> None:
