@@ -35,9 +35,10 @@ class CallRecorder(Observer):
     A call's inputs are read before it is launched, its outputs behind it, which waits for its stream twice. A call
     that fails, by an asynchronous fault too, is written with its error. The newest ``calls`` files of at most
     ``max_bytes`` together are kept; older ones of this recorder are deleted. Of caches, the pages that the page table
-    names up to the lengths are written. Calls that a stream captures, and calls larger than ``max_bytes``, are run and
-    not written, which ``skipped`` counts and the log tells. A method ``run`` that was taken from its plan earlier, and
-    replays of graphs, are not seen. Of several recorders the one entered last records.
+    names up to the lengths are written; of calls without such a table the whole cache. Calls that a stream
+    captures, and calls larger than ``max_bytes``, are run and not written, which ``skipped`` counts and the log tells.
+    A method ``run`` that was taken from its plan earlier, and replays of graphs, are not seen. Of several recorders the
+    one entered last records.
     """
 
     def __init__(self, folder: str | Path, *, calls: int = DEFAULT_CALLS, max_bytes: int = DEFAULT_BYTES) -> None:
