@@ -40,6 +40,17 @@ def test_a_full_disk_keeps_no_part_of_a_definition(tmp_path: Path) -> None:
     assert len(definitions(tmp_path)) == 1
 
 
+def test_the_folder_stays_where_it_was_when_the_process_goes_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    recorder = Recorder("traces")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    recorder.add(call_of(1))
+    assert len(definitions(tmp_path / "traces")) == 1
+
+
 def test_a_full_disk_keeps_no_part_of_a_line(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path)
     recorder.add(call_of(1))

@@ -46,7 +46,7 @@ class CallRecorder(Observer):
         if calls < 1 or max_bytes < 1:
             raise UsageError(f"calls={calls}, max_bytes={max_bytes}: expected 1 or more of both")
         numpy_for("recording calls")
-        self.folder = Path(folder)
+        self.folder = Path(folder).absolute()  # the process may change its working folder
         self.skipped = 0
         self._limits = calls, max_bytes
         self._lock = threading.RLock()
@@ -137,7 +137,7 @@ class CallRecorder(Observer):
 
 def record_process(folder: Path) -> None:
     """Record the calls of this process in ``folder`` from now on; once is enough. Errors as ``CallRecorder``."""
-    if all(recorder.folder != folder for recorder in _call_recorders()):
+    if all(recorder.folder != folder.absolute() for recorder in _call_recorders()):
         CallRecorder(folder).__enter__()
 
 

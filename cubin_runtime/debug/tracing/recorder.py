@@ -37,7 +37,7 @@ class Recorder(Observer):
     """
 
     def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
+        self.folder = Path(folder).absolute()  # the process may change its working folder
         self._lock = threading.RLock()
         self._numbers: dict[Path, set[str]] = {}
         self._untraced: Counter[str] = Counter()

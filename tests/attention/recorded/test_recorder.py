@@ -221,6 +221,17 @@ def test_a_later_recorder_leaves_the_files_of_an_earlier_one(decode: Decode, tmp
     assert len(list(tmp_path.iterdir())) == 2
 
 
+def test_the_folder_stays_where_it_was_when_the_process_goes_elsewhere(
+    decode: Decode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with CallRecorder("calls"):
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        decode()
+    assert len(list((tmp_path / "calls").iterdir())) == 1
+
+
 def test_files_are_kept_as_far_as_their_bytes_go(decode: Decode, tmp_path: Path) -> None:
     with CallRecorder(tmp_path, max_bytes=2 << 20) as recorder:
         decode()
