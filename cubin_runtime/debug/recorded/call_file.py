@@ -67,7 +67,7 @@ def read_call(file: Path | str, *, max_bytes: int = MAX_FILE_BYTES) -> RecordedC
         CorruptError: it is larger than ``max_bytes``, or not what ``write_call`` writes.
     """
     try:
-        with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as opened:
+        with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as opened:
             status = os.fstat(opened.fileno())
             if not stat.S_ISREG(status.st_mode):
                 raise StoreError(f"{file} is not a regular file, expected a recorded call")

@@ -58,6 +58,13 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
         read_call(tmp_path / "pipe")
 
 
+def test_a_folder_is_refused_and_closed(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(StoreError, match="Is a directory"):
+        read_call(tmp_path)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_a_file_over_the_limit_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "call").write_bytes(bytes(100))
     with pytest.raises(CorruptError, match="100 bytes, at most 99"):
