@@ -60,6 +60,17 @@ def write_all(descriptor: int, data: bytes) -> None:
         view = view[os.write(descriptor, view) :]
 
 
+def take_back(descriptor: int, count: int) -> None:
+    """Cut off the last bytes that were appended, where not all fitted: what comes next would continue them.
+
+    A pipe keeps them, and so does a file in which another process has written behind them.
+    """
+    with suppress(OSError):
+        end = os.lseek(descriptor, 0, os.SEEK_CUR)
+        if os.fstat(descriptor).st_size == end:
+            os.ftruncate(descriptor, end - count)
+
+
 def give_to_owner(descriptor: int, folder: int) -> None:
     """Give what was just made in a folder to the folder's owner, where root made it.
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 
 from ..errors import StoreError
+from .atomic_write import take_back
 
 _APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 _APPEND |= os.O_NONBLOCK  # a FIFO that nobody reads, or not fast enough, is an error and never blocks
@@ -45,14 +45,11 @@ class AuditLog:
 
 
 def _append(handle: int, line: bytes) -> None:
-    """Append a whole line, or none of it: the next line would continue the part that fitted on a full disk."""
+    """Append a whole line, or none of it, as on a full disk."""
     written = 0
     try:
         while written < len(line):
             written += os.write(handle, line[written:])
     except BaseException:
-        with suppress(OSError):  # of what is no file
-            end = os.lseek(handle, 0, os.SEEK_CUR)
-            if os.fstat(handle).st_size == end:  # else another process has written behind it
-                os.ftruncate(handle, end - written)
+        take_back(handle, written)
         raise

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any
 
-from ...artifacts.atomic_write import replace_file
+from ...artifacts.atomic_write import replace_file, take_back
 from ...attention.hook import Run
 from ..observer import Observer, observers
 from .calls import traced
@@ -142,5 +142,5 @@ def _append(file: Path, line: str) -> None:
     with file.open("ab", buffering=0) as opened:
         count = opened.write(data)
         if count < len(data):
-            opened.truncate(opened.tell() - count)
+            take_back(opened.fileno(), count)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))
