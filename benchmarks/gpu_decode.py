@@ -55,7 +55,8 @@ def measure(cases: list[Case], runtime: Runtime, rep: float, method: Method, res
         matrix = result["matrix_tflop_per_s"] = matrix_tflop_per_s()
         memory = torch.zeros(2 + 8 * runtime.driver.device(0).multiprocessors, dtype=torch.int32, device="cuda")
         reads = StreamingReads(runtime, memory.data_ptr())
-        read = result["read"] = reading(reads, pool, cases[0].kv_dtype, READ_BYTES, method)
+        makers = reads.makers(pool.flat(cases[0].kv_dtype).data_ptr(), READ_BYTES, method.layers)
+        read = result["read"] = reading(makers, READ_BYTES, method)
         print(f"read {read['tb_per_s']:.3f} TB/s, matrix product {matrix:.0f} TFLOP/s", flush=True)
         bench = Bench(runtime, pool, reads, read["tb_per_s"], matrix, rep, method)
         for case in cases:

@@ -109,7 +109,8 @@ def measure(
         matrix = result["matrix_tflop_per_s"] = matrix_tflop_per_s()
         memory = torch.zeros(2 + 8 * runtime.driver.device(0).multiprocessors, dtype=torch.int32, device="cuda")
         reads, method = StreamingReads(runtime, memory.data_ptr()), Method(**result["method"])
-        read = result["read"] = reading(reads, pool, "bf16", READ_BYTES, method)
+        makers = reads.makers(pool.flat("bf16").data_ptr(), READ_BYTES, method.layers)
+        read = result["read"] = reading(makers, READ_BYTES, method)
         print(f"read {read['tb_per_s']:.3f} TB/s, matrix product {matrix:.0f} TFLOP/s", flush=True)
         bench = benchmark.bench(runtime, pool, reads, read["tb_per_s"], matrix, chosen.rep, method)
         for case in benchmark.cases(bool(peers)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -27,11 +27,10 @@ SINGLE_CALLS_ONLY = frozenset({"fa2_plan_run"})
 READ_TOKENS = 64  # of the layers around what only reads
 
 
-def reading(reads: StreamingReads, pool: Pool, dtype: str, nbytes: int, method: Method) -> dict[str, Any]:
-    """The read bandwidth in a sequence whose layers read ``nbytes`` each."""
+def reading(makers: Mapping[str, Maker], nbytes: int, method: Method) -> dict[str, Any]:
+    """The read bandwidth in a sequence whose layers read ``nbytes`` each, by contestants that only read."""
     queries = torch.randn(READ_TOKENS, method.hidden, device="cuda", dtype=torch.bfloat16)
     layers = Layers(queries, torch.empty_like(queries), method)
-    makers = reads.makers(pool.flat(dtype).data_ptr(), nbytes, method.layers)
     return bandwidth_of(sequence_times(layers, makers, method), nbytes)
 
 

@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from sequence.timing import Layers, Maker, sequence_times
+from sequence.timing import Maker
 
 from cubin_runtime.attention import Runtime, plan_sparse_mla_decode
 
-from .measuring import READ_TOKENS
+from .measuring import reading
 from .mla_cases import MlaCase
 from .mla_measuring import SCALE, MlaBench, MlaMaker, MlaProblem
 from .problem import DTYPES, Pool, difference
-from .reading import Rows, bandwidth_of
+from .reading import Rows
 from .rows import Row
 from .sparse_mla_cases import ROW_BYTES
 from .timing import Call
@@ -124,9 +124,7 @@ class SparseMlaBench(MlaBench):
         order = torch.randperm(flat.nbytes // nbytes, dtype=torch.int32, device="cuda").tensor_split(layers)
         rows = Rows(flat.data_ptr(), nbytes, min(map(len, order)))
         makers = self.reads.makers_of_rows(rows, [part.data_ptr() for part in order])
-        queries = torch.randn(READ_TOKENS, self.method.hidden, device="cuda", dtype=torch.bfloat16)
-        times = sequence_times(Layers(queries, torch.empty_like(queries), self.method), makers, self.method)
-        return float(bandwidth_of(times, rows.count * nbytes)["tb_per_s"])
+        return float(reading(makers, rows.count * nbytes, self.method)["tb_per_s"])
 
     def _ours(self, case: MlaCase, problem: MlaProblem, row: Row) -> Row:
         found = super()._ours(case, problem, row)
