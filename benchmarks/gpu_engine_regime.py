@@ -28,6 +28,7 @@ from sequence.timing import Layers, Maker, Method, sequence_times
 
 from cubin_runtime import Config
 from cubin_runtime.attention import Runtime, plan_context_attention, plan_paged_decode
+from cubin_runtime.integrations.paged_batch import LayerOptions, few_tokens, is_decoded
 
 SCHEMA = 1
 HIDDEN = 4096
@@ -70,7 +71,7 @@ def chunk_cases() -> list[Case]:
         "16/8 heads, D 256": (16, 8, 256),
     }
     sizes = [(1, keys, new) for keys in (1024, 4096, 16384, 65536) for new in (8, 64, 256)]
-    sizes += [(1, 16384, 128), (1, 16384, 512), *((batch, 4096, new) for batch in (4, 16, 64) for new in (8, 64))]
+    sizes += [(1, 16384, 128), (1, 16384, 512), *((batch, 4096, new) for batch in (4, 16, 64) for new in (8, 16, 64))]
     return [
         Case(
             section,
@@ -102,6 +103,9 @@ def ours_of(problem: Problem, runtime: Runtime, bound: int) -> tuple[Any, Maker]
     if case.q_len == 1:
         given |= {"k_cache": k, "v_cache": v}
         plan = plan_paged_decode(**given, **options)
+    elif few := decoded_tokens(case, bound):
+        given |= {"k_cache": k, "v_cache": v, "q_cu_seq_lens": starts_of(case)}
+        plan = plan_paged_decode(**given, **options, max_q_len=few)
     else:
         given |= {"k": k, "v": v, "q_cu_seq_lens": starts_of(case)}
         plan = plan_context_attention(**given, **options, max_q_len=case.q_len)
@@ -116,6 +120,13 @@ def ours_of(problem: Problem, runtime: Runtime, bound: int) -> tuple[Any, Maker]
         return [call_of(table) for table in tables]
 
     return plan, make
+
+
+def decoded_tokens(case: Case, bound: int) -> int:
+    """The bound on the new tokens of a request with which engines have them decoded; 0: they do not."""
+    plain = LayerOptions(1.0, -1, 0.0, None, batch_invariant=False)
+    few = few_tokens(case.q_heads, case.kv_heads, case.head_dim, plain)
+    return few if is_decoded(case.q_len, case.batch * case.kv_heads, bound, few) else 0
 
 
 def starts_of(case: Case) -> torch.Tensor:

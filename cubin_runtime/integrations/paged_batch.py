@@ -11,7 +11,7 @@ from ..attention.operators.paged_decode import paged_decode
 from ..attention.paged_cache import MAX_GROUP, PAGE_SIZES
 from ..errors import UsageError
 from ..kernels.native.prefill.select import SEGMENT_HEAD_DIMS
-from .scratch import launch
+from .scratch import are_few, launch
 
 if TYPE_CHECKING:
     from .scratch import SharedScratch
@@ -19,6 +19,12 @@ if TYPE_CHECKING:
 # The head sizes that both operators have kernels for, in bf16 and fp16.
 HEAD_SIZES = (64, 128, 256)
 BLOCK_SIZES = PAGE_SIZES
+# Of how many rows, query tokens times the query heads of a KV head, decode kernels still read keys but once.
+_FEW_ROWS = {64: 64, 128: 64, 256: 32}
+_FEW_TOKENS = 16
+# From so many KV heads of all requests on few splits of each give work to all multiprocessors; of fewer, long requests
+# have more than one CTA merges as fast as a launch for that.
+_ENOUGH_HEADS = 8
 
 
 class Part(NamedTuple):
@@ -101,10 +107,17 @@ def attend(
         if part is None or part.rows == 0:
             continue
         queries, result = (q, out) if part.rows == q.shape[0] else (q[part.where], out[part.where])
-        kv_heads = k_cache.shape[1 if kv_layout == "HND" else 2]
-        direct = part is batch.decodes and decodes_directly(q.shape[1], kv_heads, q.shape[2], options)
+        sizes = q.shape[1], k_cache.shape[1 if kv_layout == "HND" else 2], q.shape[2]
+        bound = part.max_q_len
+        if part is batch.decodes:
+            direct = decodes_directly(*sizes, options)
+        else:
+            few, window = few_tokens(*sizes, options), options.window_left
+            keys = part.max_seq_len if window < 0 else min(part.max_seq_len, window + 1)
+            direct = is_decoded(part.max_q_len, part.table.shape[0] * sizes[1], keys, few)
+            bound = few if direct else bound  # one for all, as each needs fast paths
         # As many tokens of each request need no running sums, and the decode of one token no dimension for it.
-        if part.sums is None and not (direct and part.max_q_len == 1):
+        if part.sums is None and not (direct and bound == 1):
             queries, result = (states.unflatten(0, (-1, part.max_q_len)) for states in (queries, result))
         shared = {
             "max_seq_len": part.max_seq_len,
@@ -116,7 +129,7 @@ def attend(
             "kv_layout": kv_layout,
             "batch_invariant": options.batch_invariant,
             "q_cu_seq_lens": part.sums,
-            "max_q_len": None if part.sums is None else part.max_q_len,
+            "max_q_len": None if part.sums is None else bound,
             "out": result,
         }
         states = (queries, k_cache, v_cache)
@@ -157,3 +170,24 @@ def decodes_directly(heads: int, kv_heads: int, head_size: int, options: LayerOp
     # Elsewhere a decode's bits are not those of a prompt, so that only one of the operators may be used.
     alike = not options.batch_invariant or head_size in SEGMENT_HEAD_DIMS
     return alike and options.soft_cap == 0 and heads <= MAX_GROUP * kv_heads
+
+
+def few_tokens(heads: int, kv_heads: int, head_size: int, options: LayerOptions) -> int:
+    """The most new tokens of a request with which parts of prompts are launched as decodes; 0: none are."""
+    # The bits of a prompt's token may not depend on how many tokens its step has.
+    if options.batch_invariant or not decodes_directly(heads, kv_heads, head_size, options):
+        return 0
+    return min(_FEW_TOKENS, _FEW_ROWS[head_size] * kv_heads // heads)
+
+
+def is_decoded(tokens: int, heads: int, keys: int, few: int) -> bool:
+    """Return whether new tokens are launched as decodes, where requests may have up to ``few`` of them.
+
+    Behind cached keys, few tokens are bound by the reading of these, which the decode kernels do faster.
+
+    Args:
+        tokens: the most new ones of a request.
+        heads: KV heads of all requests.
+        keys: the bound on those that a token sees.
+    """
+    return tokens <= few and (are_few(keys) or heads >= _ENOUGH_HEADS)

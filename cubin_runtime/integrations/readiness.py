@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable, Iterator
+from itertools import product
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from ..attention.operators.context_attention import plan_context_attention
 from ..attention.operators.merge_states import plan_merge_states
 from ..attention.operators.paged_decode import plan_paged_decode
 from ..kernels.native.prefill.select import most_copy_bytes
-from .paged_batch import LayerOptions, PagedBatch, Part, attend, decodes_directly
+from .paged_batch import LayerOptions, PagedBatch, Part, attend, decodes_directly, few_tokens
 from .scratch import Limits, load, shared_scratch
 
 _SIZES = 4  # a fast path for any size is written at the second size that is new, or a little later
@@ -76,12 +77,17 @@ def warm_up(
     sums = torch.arange(rows + 1, dtype=torch.int32, device=q.device)
     projected = q.new_zeros(rows, q.stride(0))[:, : q.shape[1] * q.shape[2]]
     out = q.new_empty(rows, *q.shape[1:])
+    few = few_tokens(q.shape[1], k_cache.shape[1 if kv_layout == "HND" else 2], q.shape[2], options)
     # Prompts behind decodes: their lengths begin at any of the four places that an int32 has in 16 bytes.
     for first in range(min(4, rows)):
         for count in range(1 + _SIZES * first, min(1 + _SIZES * (first + 1), rows - first + 1)):
             behind, query_sums = slice(first, first + count), sums[: count + 1]
             arguments = (table[behind], lengths[behind])
-            prompts = [Part(0, count, *arguments, query_sums, 1, bound) for bound in limits.prompt_bounds]
+            prompts = [
+                Part(0, count, *arguments, query_sums, tokens, bound)
+                for bound in limits.prompt_bounds
+                for tokens in sorted({few or limits.tokens, limits.tokens})
+            ]
             steps = [(part, PagedBatch(None, part)) for part in prompts]
             if first == 0:
                 decodes = [Part(0, count, *arguments, None, 1, limits.keys)]
@@ -160,6 +166,8 @@ def _plans(
                     yield plan_paged_decode(even, *arguments, even, q_cu_seq_lens=sums, max_q_len=tokens, **shared)
                     even = even.unflatten(0, (requests, tokens))
                 yield plan_paged_decode(even, *arguments, even, **shared)
+    if few := few_tokens(heads, kv_heads, size, options):
+        yield from _few_token_plans(queries, (k_cache, v_cache), table, lengths, few, limits, shared)
     prompts = {(*sizes, bound) for sizes in limits.prompt_sizes for bound in limits.prompt_bounds}
     if cache_dtype != q.dtype:  # converted before for some numbers of keys, by other kernels
         prompts |= {(limits.tokens, 1, 1 << power) for power in range(limits.keys.bit_length())}
@@ -176,6 +184,23 @@ def _plans(
             logit_soft_cap=options.soft_cap,
             **{**shared, "max_seq_len": keys},
         )
+
+
+def _few_token_plans(
+    queries: Any,
+    caches: tuple[Any, Any],
+    table: Any,
+    lengths: Any,
+    few: int,
+    limits: Limits,
+    shared: dict[str, Any],
+) -> Iterator[OperatorPlan]:
+    """Plans like those of prompts that are launched as decodes; how many tokens they have counts, too."""
+    for requests, keys in product(_counts(min(limits.requests, limits.tokens)), sorted(limits.prompt_bounds)):
+        bounds = {"q_cu_seq_lens": lengths[: requests + 1], "max_q_len": few, "max_seq_len": keys}
+        arguments = (*caches, table[:requests], lengths[:requests])
+        for rows in sorted({min(requests << power, limits.tokens) for power in range(few.bit_length())}):
+            yield plan_paged_decode(queries[:rows], *arguments, queries[:rows], **{**shared, **bounds})
 
 
 def _page(q: Any, kv_heads: int, page_size: int, kv_layout: str, cache_dtype: torch.dtype) -> Any:

@@ -19,13 +19,18 @@ if TYPE_CHECKING:
 _SHORT = 1024  # keys of a request, so few that their parts are seldom worth a merge
 
 
+def are_few(keys: int) -> bool:
+    """Return whether a request has so few keys that they are hardly ever worth more than a few parts."""
+    return keys <= _SHORT
+
+
 def prompt_bound(longest: int, bound: int) -> int:
     """The bound on keys that prompts are launched for, of which the longest has so many; ``bound`` is the model's.
 
     The fewer keys there may be, the fewer parts they are split into, which have to be merged. Two bounds are enough, as
     each needs fast paths.
     """
-    return min(bound, _SHORT) if longest <= _SHORT else bound
+    return min(bound, _SHORT) if are_few(longest) else bound
 
 
 class Limits(NamedTuple):

@@ -177,7 +177,7 @@ def test_every_argument_arrives(soft_cap: float, monkeypatch: pytest.MonkeyPatch
     called, q = Called(monkeypatch), torch.arange(9.0).expand(8, 128, 9).permute(2, 0, 1)
     k, v, out, sinks = torch.zeros(8, 2, 16, 128), torch.ones(8, 2, 16, 128), torch.empty(9, 8, 128), torch.ones(8)
     sums = torch.tensor([0, 4, 7], dtype=torch.int32)
-    decodes, prefills = part(2), part(7, sums, first_row=2, max_q_len=4)
+    decodes, prefills = part(2), part(7, sums, first_row=2, max_q_len=17)
     options = paged_batch.LayerOptions(0.25, 17, soft_cap, sinks, False)
     paged_batch.attend(q, k, v, "HND", paged_batch.PagedBatch(decodes, prefills), options, out)
     shared = {"max_seq_len": 64, "softmax_scale": 0.25, "window_left": 17, "kv_layout": "HND", "batch_invariant": False}
@@ -188,7 +188,7 @@ def test_every_argument_arrives(soft_cap: float, monkeypatch: pytest.MonkeyPatch
         assert given["sinks"] is sinks
     assert (some[1] is k, some[2] is v, rest[1] is k, rest[2] is v) == (True,) * 4
     assert (rest[0][:, 0, 0].tolist(), theirs["out"].data_ptr()) == (list(range(2, 9)), out[2:].data_ptr())
-    assert (theirs["q_cu_seq_lens"] is sums, theirs["max_q_len"], theirs["logit_soft_cap"]) == (True, 4, soft_cap)
+    assert (theirs["q_cu_seq_lens"] is sums, theirs["max_q_len"], theirs["logit_soft_cap"]) == (True, 17, soft_cap)
     assert (theirs["page_table"] is prefills.table, theirs["seq_lens"] is prefills.lengths) == (True, True)
     assert ours["out"].data_ptr() == out.data_ptr()
     if soft_cap:
@@ -197,3 +197,69 @@ def test_every_argument_arrives(soft_cap: float, monkeypatch: pytest.MonkeyPatch
         assert (ours["page_table"] is decodes.table, ours["seq_lens"] is decodes.lengths) == (True, True)
     else:
         assert (some[0][:, 0, 0].tolist(), some[3] is decodes.table, some[4] is decodes.lengths) == ([0, 1], True, True)
+
+
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "most", "bound"),
+    [
+        ((8, 2), 128, 1, 16),
+        ((8, 2), 128, 16, 16),
+        ((8, 2), 128, 17, None),
+        ((2, 2), 64, 1, 16),
+        ((2, 2), 64, 17, None),
+        ((16, 2), 64, 8, 8),
+        ((16, 2), 64, 9, None),
+        ((64, 2), 64, 2, 2),
+        ((66, 2), 64, 1, None),
+        ((4, 2), 256, 16, 16),
+        ((8, 2), 256, 9, None),
+        ((64, 2), 256, 1, 1),
+        ((64, 2), 256, 2, None),
+    ],
+)
+def test_few_new_tokens_are_launched_as_decodes(
+    heads: tuple[int, int], head_dim: int, most: int, bound: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called, q = Called(monkeypatch), torch.zeros(9, heads[0], head_dim)
+    cache, out = torch.zeros(8, heads[1], 16, head_dim), torch.empty(9, heads[0], head_dim)
+    sums = torch.tensor([0, 4, 7], dtype=torch.int32)
+    prefills = part(7, sums, first_row=2, max_q_len=most)
+    paged_batch.attend(q, cache, cache, "HND", paged_batch.PagedBatch(None, prefills), OPTIONS, out)
+    ((name, states, given),) = called.calls
+    assert (given["q_cu_seq_lens"] is sums, given["out"].data_ptr()) == (True, out[2:].data_ptr())
+    assert (states[0].shape, given["max_q_len"]) == ((7, heads[0], head_dim), bound or most)
+    if bound is None:
+        assert name == "context_attention"
+        assert given["page_table"] is prefills.table
+    else:
+        assert name == "paged_decode"
+        assert (states[3] is prefills.table, states[4] is prefills.lengths) == (True, True)
+
+
+@pytest.mark.parametrize(
+    ("requests", "keys", "window_left", "name"),
+    [
+        (8, 8192, -1, "paged_decode"),
+        (7, 8192, -1, "context_attention"),
+        (7, 1024, -1, "paged_decode"),
+        (1, 8192, 1023, "paged_decode"),
+        (1, 8192, 1024, "context_attention"),
+    ],
+)
+def test_few_new_tokens_behind_few_long_contexts_are_split_by_context_attention(
+    requests: int, keys: int, window_left: int, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called, q = Called(monkeypatch), torch.zeros(requests, 8, 128)
+    cache, sums = torch.zeros(8, 1, 16, 128), torch.arange(requests + 1, dtype=torch.int32)
+    prefills, options = part(requests, sums)._replace(max_seq_len=keys), OPTIONS._replace(window_left=window_left)
+    paged_batch.attend(q, cache, cache, "HND", paged_batch.PagedBatch(None, prefills), options, torch.empty_like(q))
+    assert [each for each, _, _ in called.calls] == [name]
+
+
+def test_under_batch_invariance_few_new_tokens_are_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    called, q = Called(monkeypatch), torch.zeros(4, 8, 128)
+    cache, sums = torch.zeros(8, 2, 16, 128), torch.arange(5, dtype=torch.int32)
+    options = OPTIONS._replace(batch_invariant=True)
+    batch = paged_batch.PagedBatch(None, part(4, sums))
+    paged_batch.attend(q, cache, cache, "HND", batch, options, torch.empty_like(q))
+    assert [name for name, _, _ in called.calls] == ["context_attention"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ torch = pytest.importorskip("torch")
 from cubin_runtime.attention import Runtime, plan_paged_decode  # noqa: E402
 from cubin_runtime.errors import WorkspaceError  # noqa: E402
 from cubin_runtime.integrations import readiness  # noqa: E402
-from cubin_runtime.integrations.paged_batch import LayerOptions  # noqa: E402
+from cubin_runtime.integrations.paged_batch import LayerOptions, few_tokens  # noqa: E402
 from cubin_runtime.integrations.scratch import Limits, SharedScratch, launch  # noqa: E402
 from cubin_runtime.launch.workspace import workspace_size  # noqa: E402
 
@@ -53,6 +54,36 @@ def test_a_few_numbers_of_requests_need_as_much_as_all(
                 softmax_scale=0.125,
                 kv_layout="HND",
                 batch_invariant=batch_invariant,
+            )
+        )
+    least, enough = most(every), most(few)
+    assert enough[0] >= least[0]
+    assert enough[1] >= least[1]
+    assert enough[2] >= least[2]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (8, 1), (64, 8), (4, 4), (8, 4)])
+def test_few_new_tokens_of_any_number_need_no_more_than_what_is_planned(
+    hopper: Runtime, heads: int, kv_heads: int, dtype: torch.dtype
+) -> None:
+    options, limits = LayerOptions(0.125, -1, 0.0, None, batch_invariant=False), Limits(MOST, 600, 8192)
+    q = torch.zeros(600, heads, 128, dtype=torch.bfloat16)
+    few = list(readiness._plans(q, kv_heads, 16, "HND", options, limits, dtype))
+    cache = torch.zeros(1, kv_heads, 16, 256, dtype=torch.bfloat16).to(dtype).split(128, dim=-1)
+    draw, every = random.Random(7), []
+    bound = few_tokens(heads, kv_heads, 128, options)
+    for requests in range(1, MOST + 1):
+        tokens = draw.randint(requests, min(600, requests * bound))
+        table, lengths = torch.zeros(requests, 512, dtype=torch.int32), torch.zeros(requests + 1, dtype=torch.int32)
+        every.append(
+            plan_paged_decode(
+                *(q[:tokens], *cache, table, lengths[:-1], q[:tokens]),
+                q_cu_seq_lens=lengths,
+                max_q_len=bound,
+                max_seq_len=draw.choice((1024, 8192)),
+                softmax_scale=0.125,
+                kv_layout="HND",
             )
         )
     least, enough = most(every), most(few)
