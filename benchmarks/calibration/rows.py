@@ -23,6 +23,9 @@ ALONE_HEADS = ((8, 1, 128, "bf16"), (16, 2, 128, "bf16"), (8, 1, 64, "bf16"), (8
 ALONE = tuple((1, 1 << power) for power in range(9, 18))
 GROUPS_OF_EIGHT = ((64, 8, 128, "bf16"), (8, 1, 128, "bf16"), (64, 8, 64, "bf16"))
 QUERIES = tuple(product((2, 4, 8), ((1, 4096), (16, 200), (16, 2048), (64, 512), (64, 4096))))
+# Drafts of single requests and of a few, short and long.
+DRAFTED = ((1, 1024), (1, 16384), (1, 65536), (4, 4096), (4, 32768))
+DRAFTED_HEADS = ((32, 8, 128, "bf16"), (64, 8, 128, "bf16"), (64, 8, 64, "bf16"), (32, 8, 128, "e4m3"))
 MLA_SIZES = tuple(product((1, 16, 64, 128, 256), (32, 200, 512, 1024, 4096)))
 
 
@@ -104,6 +107,9 @@ def _queries() -> Iterator[Row]:
         is_alone = q_len == 4 and heads in ALONE_HEADS and (batch, keys) in ALONE
         if not is_alone and (q_len == 2 or (batch, keys) not in SOME):
             yield _row(*heads, q_len, even(batch, keys), f"{batch}x{keys}")
+
+    for q_len, heads, (batch, keys) in product((2, 4, 8), DRAFTED_HEADS, DRAFTED):
+        yield _row(*heads, q_len, even(batch, keys), f"{batch}x{keys}")
 
 
 def _decodes(heads: tuple[int, int, int, str], *sizes: tuple[tuple[int, int], ...]) -> Iterator[Row]:
