@@ -108,16 +108,9 @@ def attend(
             continue
         queries, result = (q, out) if part.rows == q.shape[0] else (q[part.where], out[part.where])
         sizes = q.shape[1], k_cache.shape[1 if kv_layout == "HND" else 2], q.shape[2]
-        bound = part.max_q_len
-        if part is batch.decodes:
-            direct = decodes_directly(*sizes, options)
-        else:
-            few, window = few_tokens(*sizes, options), options.window_left
-            keys = part.max_seq_len if window < 0 else min(part.max_seq_len, window + 1)
-            direct = is_decoded(part.max_q_len, part.table.shape[0] * sizes[1], keys, few)
-            bound = few if direct else bound  # one for all, as each needs fast paths
+        bound = _decode_bound(part, part is batch.decodes, *sizes, options)
         # As many tokens of each request need no running sums, and the decode of one token no dimension for it.
-        if part.sums is None and not (direct and bound == 1):
+        if part.sums is None and bound != 1:
             queries, result = (states.unflatten(0, (-1, part.max_q_len)) for states in (queries, result))
         shared = {
             "max_seq_len": part.max_seq_len,
@@ -129,15 +122,28 @@ def attend(
             "kv_layout": kv_layout,
             "batch_invariant": options.batch_invariant,
             "q_cu_seq_lens": part.sums,
-            "max_q_len": None if part.sums is None else bound,
+            "max_q_len": None if part.sums is None else bound or part.max_q_len,
             "out": result,
         }
         states = (queries, k_cache, v_cache)
-        if direct:
+        if bound is not None:
             launch_part(paged_decode, (*states, part.table, part.lengths), shared, part, options)
         else:
             pages = {"page_table": part.table, "seq_lens": part.lengths, "logit_soft_cap": options.soft_cap}
             launch_part(context_attention, states, {**shared, **pages}, part, options)
+
+
+def _decode_bound(
+    part: Part, decodes: bool, heads: int, kv_heads: int, head_size: int, options: LayerOptions
+) -> int | None:
+    """The bound on query tokens with which a part runs on ``paged_decode``; None: it runs on ``context_attention``.
+    ``decodes``: its requests decode."""
+    if decodes:
+        return part.max_q_len if decodes_directly(heads, kv_heads, head_size, options) else None
+    few, window = few_tokens(heads, kv_heads, head_size, options), options.window_left
+    keys = part.max_seq_len if window < 0 else min(part.max_seq_len, window + 1)
+    # One bound for all, as each needs fast paths.
+    return few if is_decoded(part.max_q_len, part.table.shape[0] * kv_heads, keys, few) else None
 
 
 def launch_part(
