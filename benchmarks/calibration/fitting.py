@@ -25,7 +25,8 @@ H200 = DeviceFacts(0, "NVIDIA H200", (9, 0), 132, 232448, 233472, 60 << 20, 1300
 H100 = replace(H200, name="NVIDIA H100 80GB HBM3", l2_bytes=50 << 20)
 # Launches that take longer than the best of their row by this factor do not decide anything.
 _FAR = 4.0
-_SHARED = ("read_tb_per_s", "merge_us", "cluster_saved_us", "cluster_merge_us", "cta_tb_per_s", "cluster_least_share")
+_SHARED = ("read_tb_per_s", "merge_us", "cluster_saved_us", "cluster_merge_us", "cta_tb_per_s")
+_SHARED += ("cluster_least_share", "conversion_least_share")
 _STATED = "d{head_dim}_rows{rows}_ctas{resident}"
 _STEPS = (0.2, 0.1, 0.05, 0.02)
 

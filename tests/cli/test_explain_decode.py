@@ -24,15 +24,15 @@ SHAPE = ["--batch", "8", "--q-len", "4", "--kv-len", "16384", "--heads-q", "64",
 
 
 def test_the_kernel_its_grid_and_its_time_are_told(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
-    out = run(capsys, *arguments, *SHAPE, "--backend", "native", "--dtype-kv", "e4m3", "--sm", 90)
-    assert "kernel     decode_e4m3_d128_rows64_sm90a\n" in out
+    out = run(capsys, *arguments, *SHAPE, "--backend", "native", "--sm", 90)
+    assert "kernel     decode_bf16_d128_rows64_sm90a\n" in out
     assert "4 query tokens x 8 query heads per KV head in 1 row tile of 64" in out
     assert "\nsplits     " in out
     assert re.search(r"\npredicted  [\d.]+ us on H200, limited by ", out)
 
 
 def test_details_come_with_the_candidates(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
-    out = run(capsys, *arguments, *SHAPE, "--backend", "native", "--dtype-kv", "e4m3", "--candidates")
+    out = run(capsys, *arguments, *SHAPE, "--backend", "native", "--candidates")
     assert "\nrows  32 in 1 x 64\n" in out
     assert re.search(r"\ntime  [\d.]+ us: [\d.]+ to the first byte \+ ", out)
 

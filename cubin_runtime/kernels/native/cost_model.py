@@ -28,7 +28,7 @@ _MULTIPROCESSORS = 132
 # Kernels of at least this many rows multiply with warpgroups.
 _WARPGROUP_ROWS = 64
 _NO_CONSTANTS = ("gpu", "calibration", "kernels")
-_OF_KERNELS = ("start_us", "tile_us", "output_tile_us")
+_OF_KERNELS = ("start_us", "tile_us", "output_tile_us", "shared_tile_us")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +36,14 @@ class Costs:
     """The constants of one GPU: times in microseconds, rates in TB/s.
 
     ``calibration`` is what they were fitted to. ``l2_tb_per_s`` is the rate of 132 multiprocessors; fewer get less.
-    ``merge_us`` is for up to ``merge_parts`` splits of up to ``merge_cells`` numbers (rows times head_dim); the
-    time of more is proportional. ``cluster_saved_us`` is by how much earlier a cluster starts, ``alone_saved_us`` that
-    of a single request, which looks at no other length, ``cluster_merge_us`` the time of its merge, ``cta_tb_per_s``
-    the most bandwidth of one CTA when few run; a tile of warpgroups takes at least ``cluster_least_share`` of its time.
-    Predictions that differ by less than the fraction ``equal_within`` count as equal. Neighbouring CTAs read up to
-    ``max_cta_group_size`` KV heads side by side, if at most one CTA in ``idle_share`` idles because of that; as many
-    may idle so that work ranges end at boundaries of output tiles.
+    ``merge_us`` is for up to ``merge_parts`` splits of up to ``merge_cells`` numbers (rows times head_dim); the time
+    of more is proportional. ``cluster_saved_us`` is by how much earlier a cluster starts, ``alone_saved_us`` that of a
+    single request, which looks at no other length, ``cluster_merge_us`` the time of its merge, ``cta_tb_per_s`` the
+    most bandwidth of one CTA when few run; a tile of warpgroups takes at least ``cluster_least_share`` of its time,
+    one of e4m3 keys that are converted ``conversion_least_share``. Predictions that differ by less than the fraction
+    ``equal_within`` count as equal. Neighbouring CTAs read up to ``max_cta_group_size`` KV heads side by side, if at
+    most one CTA in ``idle_share`` idles because of that; as many may idle so that work ranges end at boundaries of
+    output tiles.
     """
 
     gpu: str
@@ -58,6 +59,7 @@ class Costs:
     cluster_merge_us: float
     cta_tb_per_s: float
     cluster_least_share: float
+    conversion_least_share: float
     equal_within: float
     max_cta_group_size: int
     idle_share: int
@@ -72,11 +74,11 @@ class Costs:
 
     def kernel_us(
         self, item_bytes: int, head_dim: int, rows: int, resident: int, q_item_bytes: int = 2, segments: bool = False
-    ) -> tuple[float, float, float]:
-        """``start_us``, ``tile_us`` and ``output_tile_us`` from the nearest known head_dim below, with ``tile_us``
-        scaled to this head_dim.
+    ) -> tuple[float, float, float, float]:
+        """``start_us``, ``tile_us``, ``output_tile_us`` and ``shared_tile_us`` from the nearest known head_dim below,
+        with the times of tiles scaled to this head_dim.
 
-        Between known row counts, linear interpolation; beyond them, ``tile_us`` in proportion to the rows.
+        Between known row counts, linear interpolation; beyond them, the times of tiles in proportion to the rows.
         """
         of_item = [
             kernel
@@ -92,8 +94,10 @@ class Costs:
         matching = [k for k in of_head if k.resident == resident] or of_head
         start = _between(sorted((k.rows, k.start_us) for k in matching), rows)
         tile = _between(sorted((k.rows, k.tile_us) for k in matching), rows)
+        shared_tile = _between(sorted((k.rows, k.shared_tile_us or k.tile_us) for k in matching), rows)
         output_tile = _between(sorted((k.rows, k.output_tile_us) for k in matching), rows)
-        return start, tile * head_dim / near * max(1.0, rows / max(k.rows for k in matching)), output_tile
+        scale = head_dim / near * max(1.0, rows / max(k.rows for k in matching))
+        return start, tile * scale, output_tile, shared_tile * scale
 
 
 class Estimate(NamedTuple):
@@ -135,6 +139,7 @@ H200 = Costs(
     cluster_merge_us=0.3,
     cta_tb_per_s=0.0897,
     cluster_least_share=0.41,
+    conversion_least_share=0.7,
     equal_within=0.02,
     max_cta_group_size=8,
     idle_share=32,
@@ -157,7 +162,10 @@ def stated(costs: Costs) -> dict[str, float]:
     """Every constant by name, for people and for JSON; a kernel's are ``tile_us_16bit_d128_rows8_ctas2`` and so on."""
     plain = {f.name: getattr(costs, f.name) for f in fields(costs) if f.name not in _NO_CONSTANTS}
     of_kernels = {
-        _name(kernel, constant): getattr(kernel, constant) for kernel in costs.kernels for constant in _OF_KERNELS
+        _name(kernel, constant): getattr(kernel, constant)
+        for kernel in costs.kernels
+        for constant in _OF_KERNELS
+        if getattr(kernel, constant)
     }
     return plain | of_kernels
 
@@ -186,11 +194,13 @@ class Pace(NamedTuple):
     """The times of a kernel on a GPU, independent of the problem's size; made by ``pace_of``.
 
     ``start_us`` includes the launch, ``tile_us`` is for a KV tile of the kernel's own ``tile_tokens``, and
-    ``least_tile_us`` that of a KV tile where few CTAs run; ``places`` are the CTAs that run at the same time.
+    ``least_tile_us`` that of a KV tile where few CTAs run, ``shared_tile_us`` that of one whose keys several row tiles
+    read; ``places`` are the CTAs that run at the same time.
     """
 
     start_us: float
     tile_us: float
+    shared_tile_us: float
     output_tile_us: float
     read_bytes_per_us: float
     l2_bytes_per_us: float
@@ -228,8 +238,10 @@ class Pace(NamedTuple):
         start, merge = self.start_us, 0.0
         if in_clusters:
             start = self.alone_start_us if alone else self.cluster_start_us
+        shared = min(1.0, max(0.0, row_tiles - 1.0))
+        tile = self.tile_us + (self.shared_tile_us - self.tile_us) * shared
         # The fewer CTAs share the bandwidth, the less time a tile takes.
-        tile = min(self.tile_us, max(self.least_tile_us, self.tile_us * active_ctas / self.places))
+        tile = min(tile, max(self.least_tile_us, tile * active_ctas / self.places))
         if splits > 1:
             merge = self.cluster_merge_us if in_clusters else self.merge_us * max(1.0, splits / self.merge_parts)
         return Estimate(
@@ -258,14 +270,19 @@ def pace_of(
     Raises:
         UsageError: the constants have no kernel for such items.
     """
-    start, tile, output_tile = costs.kernel_us(item_bytes, head_dim, rows, resident, q_item_bytes, segments)
+    start, tile, output_tile, shared_tile = costs.kernel_us(
+        item_bytes, head_dim, rows, resident, q_item_bytes, segments
+    )
     # One CTA's bandwidth is limited even when few run, and warpgroups need a share of the time for their products.
     alone = 2 * 64 * head_dim * item_bytes / (costs.cta_tb_per_s * _BYTES_PER_US)
     share = costs.cluster_least_share if rows >= _WARPGROUP_ROWS else 0.0
+    if item_bytes < q_item_bytes:
+        share = max(share, costs.conversion_least_share)
     of_tile = tile_tokens / 64
     return Pace(
         start_us=costs.launch_us + start,
         tile_us=tile * of_tile,
+        shared_tile_us=shared_tile * of_tile,
         output_tile_us=output_tile,
         read_bytes_per_us=costs.read_tb_per_s * _BYTES_PER_US,
         l2_bytes_per_us=costs.l2_tb_per_s * multiprocessors / _MULTIPROCESSORS * _BYTES_PER_US,

@@ -35,6 +35,7 @@ COSTS = Costs(
     cluster_merge_us=1.0,
     cta_tb_per_s=0.16384,
     cluster_least_share=0.75,
+    conversion_least_share=0.6,
     equal_within=0.02,
     max_cta_group_size=8,
     idle_share=32,
@@ -42,7 +43,7 @@ COSTS = Costs(
         KernelCost(2, 64, 16, 1, 5.0, 0.4, 1.5),
         KernelCost(2, 128, 8, 1, 1.0, 0.4, 0.5),
         KernelCost(2, 128, 16, 1, 2.0, 0.6, 1.5),
-        KernelCost(2, 128, 16, 2, 3.0, 1.0, 2.0),
+        KernelCost(2, 128, 16, 2, 3.0, 1.0, 2.0, shared_tile_us=0.5),
         KernelCost(2, 128, 64, 1, 8.0, 1.2, 3.0),
         KernelCost(1, 128, 16, 1, 2.0, 0.5, 1.5),
     ),
@@ -175,6 +176,18 @@ def test_few_ctas_of_warpgroups_are_bound_by_their_products() -> None:
     assert estimate(work, COSTS).tiles_us == pytest.approx(0.75 * 1.2 * work.tiles_per_cta)
 
 
+@pytest.mark.parametrize(("q_item_bytes", "tile_us"), [(2, 0.3), (1, 0.1)])
+def test_few_ctas_are_bound_by_the_conversion_of_e4m3_keys(q_item_bytes: int, tile_us: float) -> None:
+    work = WORK._replace(item_bytes=1, q_item_bytes=q_item_bytes, multiprocessors=132, active_ctas=8)
+    assert estimate(work, COSTS).tiles_us == pytest.approx(tile_us * work.tiles_per_cta)
+
+
+@pytest.mark.parametrize(("row_tiles", "tile_us"), [(1.0, 1.0), (1.5, 0.75), (2.0, 0.5), (8.0, 0.5)])
+def test_row_tiles_of_the_same_keys_take_less_each(row_tiles: float, tile_us: float) -> None:
+    work = WORK._replace(resident=2, row_tiles=row_tiles)
+    assert estimate(work, COSTS).tiles_us == pytest.approx(tile_us * work.tiles_per_cta)
+
+
 def test_merging_many_parts_grows_with_their_rows() -> None:
     assert (
         estimate(WORK._replace(rows=64, splits=16), COSTS).merge_us
@@ -204,7 +217,7 @@ def test_a_tile_costs_in_proportion_to_the_nearest_head_below(head_dim: int, us:
 
 
 def test_ctas_that_share_a_multiprocessor_have_costs_of_their_own() -> None:
-    assert COSTS.kernel_us(2, 128, 16, 2) == (3.0, 1.0, 2.0)
+    assert COSTS.kernel_us(2, 128, 16, 2) == (3.0, 1.0, 2.0, 0.5)
 
 
 def test_where_two_ctas_were_not_measured_those_of_one_serve() -> None:
@@ -212,7 +225,10 @@ def test_where_two_ctas_were_not_measured_those_of_one_serve() -> None:
 
 
 def test_one_known_kernel_gives_the_others_of_its_item() -> None:
-    assert (COSTS.kernel_us(1, 128, 8, 1), COSTS.kernel_us(1, 128, 32, 1)) == ((2.0, 0.5, 1.5), (2.0, 1.0, 1.5))
+    assert (COSTS.kernel_us(1, 128, 8, 1), COSTS.kernel_us(1, 128, 32, 1)) == (
+        (2.0, 0.5, 1.5, 0.5),
+        (2.0, 1.0, 1.5, 1.0),
+    )
 
 
 def test_an_item_without_costs_is_named() -> None:
@@ -220,7 +236,7 @@ def test_an_item_without_costs_is_named() -> None:
         COSTS.kernel_us(4, 128, 8, 1)
 
 
-@given(works, st.sampled_from(["kv_bytes", "row_tiles", "tiles_per_cta", "splits"]), sizes)
+@given(works, st.sampled_from(["kv_bytes", "tiles_per_cta", "splits"]), sizes)
 def test_more_work_never_takes_less(work: Work, name: str, more: int) -> None:
     larger = work._replace(**{name: getattr(work, name) + more})
     assert estimate(larger, H200).microseconds >= estimate(work, H200).microseconds
@@ -252,6 +268,7 @@ def test_constants_are_told_by_name() -> None:
         "cluster_merge_us": 1.0,
         "cta_tb_per_s": 0.16384,
         "cluster_least_share": 0.75,
+        "conversion_least_share": 0.6,
         "equal_within": 0.02,
         "max_cta_group_size": 8,
         "idle_share": 32,
@@ -267,6 +284,7 @@ def test_constants_are_told_by_name() -> None:
         "start_us_16bit_d128_rows16_ctas2": 3.0,
         "tile_us_16bit_d128_rows16_ctas2": 1.0,
         "output_tile_us_16bit_d128_rows16_ctas2": 2.0,
+        "shared_tile_us_16bit_d128_rows16_ctas2": 0.5,
         "start_us_16bit_d128_rows64_ctas1": 8.0,
         "tile_us_16bit_d128_rows64_ctas1": 1.2,
         "output_tile_us_16bit_d128_rows64_ctas1": 3.0,
