@@ -16,21 +16,19 @@ if TYPE_CHECKING:
     from ..launch.driver import Driver
 
 
-_SHORT = 1024  # keys of a request, so few that their parts are seldom worth a merge
-
-
-def are_few(keys: int) -> bool:
-    """Return whether a request has so few keys that they are hardly ever worth more than a few parts."""
-    return keys <= _SHORT
+# Prompts whose requests have at most so many keys are launched for that, not for the model's bound: the fewer keys
+# there may be, the fewer parts they are split into, which have to be merged. More bounds would need more fast paths.
+_SHORTER_BOUNDS = (1024, 4096)
 
 
 def prompt_bound(longest: int, bound: int) -> int:
-    """The bound on keys that prompts are launched for, of which the longest has so many; ``bound`` is the model's.
+    """The bound on keys that prompts are launched for, of which the longest has so many; ``bound`` is the model's."""
+    return next((shorter for shorter in _SHORTER_BOUNDS if longest <= shorter < bound), bound)
 
-    The fewer keys there may be, the fewer parts they are split into, which have to be merged. Two bounds are enough, as
-    each needs fast paths.
-    """
-    return min(bound, _SHORT) if are_few(longest) else bound
+
+def are_few(keys: int) -> bool:
+    """Return whether a bound on the keys of a request is so low that they are not split into many parts."""
+    return keys <= max(_SHORTER_BOUNDS)
 
 
 class Limits(NamedTuple):
@@ -52,7 +50,7 @@ class Limits(NamedTuple):
     @property
     def prompt_bounds(self) -> set[int]:
         """The bounds on keys that prompts are launched for."""
-        return {prompt_bound(0, self.keys), self.keys}
+        return {prompt_bound(longest, self.keys) for longest in (*_SHORTER_BOUNDS, self.keys)}
 
 
 class SharedScratch:

@@ -241,9 +241,9 @@ def test_few_new_tokens_are_launched_as_decodes(
     [
         (8, 8192, -1, "paged_decode"),
         (7, 8192, -1, "context_attention"),
-        (7, 1024, -1, "paged_decode"),
-        (1, 8192, 1023, "paged_decode"),
-        (1, 8192, 1024, "context_attention"),
+        (7, 4096, -1, "paged_decode"),
+        (1, 8192, 4095, "paged_decode"),
+        (1, 8192, 4096, "context_attention"),
     ],
 )
 def test_few_new_tokens_behind_few_long_contexts_are_split_by_context_attention(

@@ -87,7 +87,7 @@ def test_a_decode_is_bounded_by_the_model() -> None:
 
 
 def test_short_prompts_are_launched_for_few_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cubin_runtime.integrations.scratch._SHORT", 16)
+    monkeypatch.setattr("cubin_runtime.integrations.scratch._SHORTER_BOUNDS", (16,))
     for longest, bound in ((16, 16), (17, MAX_LEN)):
         step = batch(ForwardMode.EXTEND, [1, 2], [3, longest], [3, 5])
         assert planned(step).prefills.max_seq_len == bound

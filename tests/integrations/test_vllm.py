@@ -357,7 +357,7 @@ def test_what_the_backend_and_its_builder_say(backend: Any) -> None:
 def test_short_prompts_are_launched_for_few_keys_and_decodes_for_those_of_the_model(
     backend: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cubin_runtime.integrations.scratch._SHORT", 64)
+    monkeypatch.setattr("cubin_runtime.integrations.scratch._SHORTER_BOUNDS", (64,))
     for longest, bound in ((1, 64), (64, 64), (65, MAX_LEN), (MAX_LEN, MAX_LEN)):
         built = builder(backend).build(0, step([1, 20], [40, 20], max_seq_len=longest))
         assert (built.decodes.max_seq_len, built.prefills.max_seq_len) == (MAX_LEN, bound)

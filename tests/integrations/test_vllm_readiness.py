@@ -29,7 +29,7 @@ REQUESTS, TOKENS, STEPS = 24, 96, 2000
 
 @pytest.fixture(params=[MAX_LEN // 2, MAX_LEN], ids=["two bounds of prompts", "one"])
 def ready(hopper: Runtime, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Any:
-    monkeypatch.setattr("cubin_runtime.integrations.scratch._SHORT", request.param)
+    monkeypatch.setattr("cubin_runtime.integrations.scratch._SHORTER_BOUNDS", (request.param,))
     return start(monkeypatch)
 
 
