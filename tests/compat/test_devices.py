@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 from cubin_runtime.attention import Runtime
@@ -18,7 +21,7 @@ from tests.attention.device_calls import (
     with_two_devices,
 )
 from tests.attention.trtllm_calls import MadeUpMemory
-from tests.attention.xqa_calls import xqa_arguments
+from tests.attention.xqa_calls import mla_list_arguments_of_ragged_queries, trtllm_arguments, xqa_arguments
 
 
 @pytest.fixture
@@ -83,6 +86,36 @@ def test_a_tensor_of_another_device_is_refused_with_both_named(
     with pytest.raises(UsageError, match=r"on device 0, .* on device 1|on device 1, .* on device 0|v_cache: other"):
         function(**given)
     assert standin.calls("cuLaunchKernelEx") == []
+
+
+def _ragged_tokens(memory: MadeUpMemory, **changes: Any) -> dict[str, Any]:
+    sums = memory.tensor("int32", 5, values=(0, 3, 4, 5, 7))
+    return trtllm_arguments(memory, 7, q_len_per_req=None, cum_seq_lens_q=sums, **changes)
+
+
+def _ragged_tokens_of_a_rank(memory: MadeUpMemory) -> dict[str, Any]:
+    counts = memory.tensor("int32", 4)
+    return _ragged_tokens(memory, max_q_len=3, cp_world=2, causal_seqlens_kv_global=counts)
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments"),
+    [
+        (flashinfer.trtllm_batch_decode_with_kv_cache, _ragged_tokens),
+        (flashinfer.trtllm_batch_decode_with_kv_cache, _ragged_tokens_of_a_rank),
+        (flashinfer.trtllm_batch_decode_with_kv_cache_mla, mla_list_arguments_of_ragged_queries),
+    ],
+    ids=["read back", "added to counts", "added to lengths"],
+)
+def test_running_sums_of_another_device_are_refused_before_torch_computes_with_them(
+    runtime: Runtime, memory: MadeUpMemory, function: Callable[..., Any], arguments: Callable[..., dict[str, Any]]
+) -> None:
+    tensors = on_device(arguments(memory), 1)
+    tensors["cum_seq_lens_q"] = on_device(tensors["cum_seq_lens_q"], 0)
+    with pytest.raises(UsageError, match=r"^cum_seq_lens_q: on device 0, query is on device 1"):
+        function(**tensors)
+    assert memory.reads == []
+    assert {what for what, _ in memory.made} <= {"empty"}  # the output
 
 
 @pytest.mark.parametrize("name", ON_NATIVE_KERNELS)

@@ -171,7 +171,7 @@ def trtllm_batch_decode_with_kv_cache(
     )
     q, lengths = query_of(query, 3), view_of(seq_lens, "seq_lens")
     name = call.backend_on(q.device, call.backend)
-    max_q, cum_q = query_lengths(call, call.q_len_per_req, batch_of(lengths), q.shape[0])
+    max_q, cum_q = query_lengths(call, call.q_len_per_req, batch_of(lengths), q)
     if name == XQA:
         call.refuse("o_sf_scale", "o_sf_vec_size", "kv_cache_sf", backend=name)
         check_skip_factor(call)

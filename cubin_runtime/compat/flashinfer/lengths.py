@@ -53,7 +53,7 @@ def check_none_empty(name: str, lengths: Any) -> None:
 
 
 def query_lengths(
-    call: DecodeArguments | MlaArguments, q_len: int | None, batch: int, tokens: int
+    call: DecodeArguments | MlaArguments, q_len: int | None, batch: int, q: TensorView
 ) -> tuple[int, TensorView | None]:
     """The bound on the query lengths, and the view of ``cum_seq_lens_q`` or, where all are ``q_len``, None.
 
@@ -61,7 +61,8 @@ def query_lengths(
 
     Raises:
         UsageError: both ``q_len`` and ``cum_seq_lens_q`` are given, or neither; or the latter is not a vector of
-            int32 that increases to the number of tokens, or would be read back while a stream captures.
+            int32 on the device of ``q`` that increases to its number of tokens, or would be read back while a stream
+            captures.
     """
     max_q_len, cum_seq_lens_q = call.max_q_len, call.cum_seq_lens_q
     if cum_seq_lens_q is None:
@@ -77,7 +78,7 @@ def query_lengths(
     if q_len is not None:
         raise UsageError(f"q_len_per_req={q_len} with cum_seq_lens_q: expected None where lengths differ")
     view = view_of(cum_seq_lens_q, "cum_seq_lens_q")
-    check_vector("cum_seq_lens_q", view, batch + 1, "int32", view.device)
+    check_vector("cum_seq_lens_q", view, batch + 1, "int32", q.device)
     if max_q_len is not None:
         return max_q_len, view
     memory, driver = call.runtime.memory, call.runtime.driver
@@ -87,4 +88,4 @@ def query_lengths(
             raise UsageError(
                 "None while a stream captures; expected the bound on every query length", argument="max_q_len"
             )
-    return max(1, check_running_sum("cum_seq_lens_q", memory.to_host(cum_seq_lens_q), tokens)), view
+    return max(1, check_running_sum("cum_seq_lens_q", memory.to_host(cum_seq_lens_q), q.shape[0])), view

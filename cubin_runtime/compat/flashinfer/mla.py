@@ -188,7 +188,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
     lengths = view_of(seq_lens, "seq_lens")
     batch = batch_of(lengths)
     _check_batch(by_request, lengths)
-    max_q, cum_q = query_lengths(call, by_request.shape[1] if nested else None, batch, q.shape[0])
+    max_q, cum_q = query_lengths(call, by_request.shape[1] if nested else None, batch, q)
     if name == XQA:
         if call.sparse_mla_top_k < 0:
             raise UsageError("expected 0 (off) or more", argument="sparse_mla_top_k", value=call.sparse_mla_top_k)

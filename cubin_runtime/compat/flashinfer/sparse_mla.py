@@ -39,7 +39,7 @@ def decode_lists(call: TrtllmMlaArguments, query: TensorView, output: Output) ->
     q = _by_token(query, "query", 2)
     tokens, heads, _ = q.shape
     batch = _batch(call, query)
-    max_q, sums = query_lengths(call, query.shape[1] if len(query.shape) == 4 else None, batch, tokens)
+    max_q, sums = query_lengths(call, query.shape[1] if len(query.shape) == 4 else None, batch, q)
     lists = view_of(call.block_tables, "block_tables")
     expected = (*query.shape[:-2], call.sparse_mla_top_k)
     if lists.shape != expected:
