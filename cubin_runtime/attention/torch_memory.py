@@ -55,7 +55,10 @@ class TorchMemory:
     def scale_in_place(self, tensor: Any, factor: float) -> None:
         """As ``TensorMemory``; a call that does it takes the full path each time."""
         note_unrepeatable()
-        tensor.mul_(factor)
+        import torch
+
+        with torch.inference_mode():  # outside of it, torch lets nobody change tensors that were made in it
+            tensor.mul_(factor)
 
     def product(self, first: Any, second: Any) -> Any:
         """As ``TensorMemory``."""

@@ -89,6 +89,21 @@ def test_a_tensor_is_scaled_where_it_lies() -> None:
     assert whole.tolist() == [[0.5, 2.0], [-torch.inf, 4.0]]
 
 
+def test_a_tensor_of_inference_mode_is_scaled_outside_of_it() -> None:
+    with torch.inference_mode():
+        lse = torch.ones(2)
+    TorchMemory().scale_in_place(lse, 0.5)
+    assert lse.tolist() == [0.5, 0.5]
+
+
+def test_derivatives_notice_that_a_tensor_was_scaled() -> None:
+    lse, factor = torch.ones(2), torch.ones(2, requires_grad=True)
+    product = lse * factor
+    TorchMemory().scale_in_place(lse, 0.5)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+
+
 @pytest.mark.parametrize(
     ("like", "stream"),
     [(0, 0x5000), (1, 0x5001), (torch.ones(2, device="meta"), 0x5007), (object(), 0)],
