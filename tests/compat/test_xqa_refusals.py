@@ -62,6 +62,8 @@ XQA: list[tuple[dict[str, Any], str]] = [
     ({"workspace_buffer": tensor("uint8", 4, 4, strides=(8, 1))}, "workspace_buffer: strides"),
     ({"workspace_buffer": tensor("uint8", 1 << 20, device=1)}, "workspace_buffer: on device 1"),
     ({"semaphores": tensor("uint32", 1 << 20, device=1)}, "semaphores: on device 1"),
+    ({"semaphores": tensor("uint32", 0)}, "^semaphores: no bytes, expected memory"),
+    ({"semaphores": tensor("uint32", 0, pointer=0)}, "^semaphores: no bytes, expected memory"),
     ({"sinks": tensor("float32", 8)}, "sinks: shape"),
     ({"sinks": tensor("float16", 64)}, "sinks: dtype float16"),
     ({"mask": tensor("uint16", 4, 3, 2)}, "mask: shape"),

@@ -55,11 +55,14 @@ def with_enough_semaphores(call: XqaArguments, rows: int, device: int) -> Semaph
 
     Raises:
         WorkspaceError: the replacement would be allocated while the stream captures; the message states its bytes.
-        UsageError: a buffer is not contiguous or on another device, or the scratch is misaligned.
+        UsageError: a buffer is not contiguous or on another device, the semaphores are empty, or the scratch is
+            misaligned.
     """
     if isinstance(call.workspace_buffer, TorchScratch):
         return call.workspace_buffer
     rt, memory = call.runtime, _memory_of(call.semaphores, "semaphores", device)
+    if not memory[1]:  # empty tensors of all streams and devices are at address 0
+        raise UsageError("no bytes, expected memory: calls share those of an address", argument="semaphores")
     scratch = _scratch_of(call.workspace_buffer, device)
     counters = max(rows, _CTAS_PER_MULTIPROCESSOR * rt.driver.device(device).multiprocessors)
     needed = 3 * REGION_ALIGNMENT + counters * _COUNTER_BYTES
