@@ -274,13 +274,17 @@ def tensor_or_none(tensor: Any, name: str, device: int, *, written: bool = False
 
 
 def sinks_of(sinks: Any, name: str, device: int) -> TensorView | None:
-    """The view of the sinks, which FlashInfer also takes as a list of one tensor.
+    """The view of the sinks; errors as ``only_sinks``, and ``UsageError`` for a tensor on another device."""
+    return tensor_or_none(only_sinks(sinks, name), name, device)
 
-    Raises:
-        UsageError: the list has another length, or the tensor is on another device.
+
+def only_sinks(sinks: Any, name: str) -> Any:
+    """The sinks, which FlashInfer also takes as a list of one tensor; raises ``UsageError`` for one of another length.
+
+    Torch may be tracing them.
     """
-    if isinstance(sinks, (tuple, list)):
-        if len(sinks) != 1:
-            raise UsageError(f"{len(sinks)} tensors, expected one, or a list of one", argument=name)
-        sinks = sinks[0]
-    return tensor_or_none(sinks, name, device)
+    if not isinstance(sinks, (tuple, list)):
+        return sinks
+    if len(sinks) != 1:
+        raise UsageError(f"{len(sinks)} tensors, expected one, or a list of one", argument=name)
+    return sinks[0]

@@ -7,11 +7,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ...attention.torch_ops import TORCH_SCRATCH, TorchOp
+from .arguments import only_sinks
 
+_SINKS = ("sinks", "attention_sinks")
 _KINDS = {
     **dict.fromkeys(("query", "q", "key", "value", "k_cache", "v_cache"), "Tensor"),
     **dict.fromkeys(("block_tables", "page_table", "out", "output", "cum_seq_lens_kv"), "Tensor"),
-    **dict.fromkeys(("sinks", "attention_sinks", "mask", "q_cu_seq_lens", "lse", "sparse_mla_top_k_lens"), "Tensor?"),
+    **dict.fromkeys((*_SINKS, "mask", "q_cu_seq_lens", "lse", "sparse_mla_top_k_lens"), "Tensor?"),
     **dict.fromkeys(("bmm1_scale", "bmm2_scale", "q_scale", "kv_scale"), "Scale"),
     **dict.fromkeys(("max_seq_len", "window_left", "max_kv_len", "batch_size", "sliding_win_size"), "SymInt"),
     **dict.fromkeys(("qk_nope_head_dim", "kv_lora_rank", "qk_rope_head_dim", "sparse_mla_top_k"), "SymInt"),
@@ -52,6 +54,9 @@ def torch_op(
     def complete(arguments: dict[str, Any]) -> Any:
         import torch
 
+        for name in _SINKS:
+            if name in arguments:
+                arguments[name] = only_sinks(arguments[name], name)
         query = arguments["query"] if "query" in arguments else arguments["q"]
         if "output" in arguments:
             return None
