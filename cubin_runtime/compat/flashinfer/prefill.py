@@ -10,6 +10,7 @@ from ...attention.backends import NATIVE
 from ...attention.checks import integer, shown
 from ...attention.fast_path.operator_function import operator_function
 from ...attention.trtllm_gen import ContextCall, RaggedCall, Sage
+from ...dtypes import ITEM_BYTES
 from ...errors import UsageError
 from ...tensor import view_of
 from .arguments import MEMORY, SCALES, ContextArguments, FP4Output, RaggedArguments, query_of, tensor_or_none
@@ -23,6 +24,8 @@ from .trtllm_gen import pages, run_call
 if TYPE_CHECKING:
     from ...protocols import CompatContextBackend, KvLayout
     from ...tensor import Scale, Tensor
+
+_DTYPE_OF_BYTES = "bfloat16"  # of ragged attention's outputs for queries of 8 bits
 
 
 def _ragged_shape(call: Mapping[str, Any]) -> tuple[int, ...]:
@@ -154,7 +157,7 @@ def trtllm_batch_context_with_kv_cache(
     bound="max_kv_len",
     memory=MEMORY,
     contents=("q_seq_lens_cpu", "kv_seq_lens_cpu"),
-    op=partial(torch_op, shape=_ragged_shape),
+    op=partial(torch_op, shape=_ragged_shape, dtype_of_bytes=_DTYPE_OF_BYTES),
 )
 def trtllm_ragged_attention_deepseek(
     query: Tensor,
@@ -265,7 +268,7 @@ def trtllm_ragged_attention_deepseek(
         )
     if call.window_left >= 0 and not call.is_causal:
         raise UsageError(f"window_left={call.window_left} without is_causal: dense attention has no window")
-    default = q.dtype if q.dtype in ("float16", "bfloat16") else "bfloat16"
+    default = q.dtype if ITEM_BYTES[q.dtype] > 1 else _DTYPE_OF_BYTES
     sage = (tensor_or_none(scale, f"sage_attn_sfs[{place}]", q.device) for place, scale in enumerate(sage_attn_sfs))
     blocks = (integer("num_elts_per_sage_attn_blk", block) for block in num_elts_per_sage_attn_blk)
     return run_call(

@@ -6,7 +6,9 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ...attention.checks import shown
 from ...attention.torch_ops import TORCH_SCRATCH, TorchOp
+from ...errors import UsageError
 from .arguments import only_sinks
 
 _SINKS = ("sinks", "attention_sinks")
@@ -37,12 +39,15 @@ def _query_shape(arguments: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def torch_op(
-    function: Callable[..., Any], shape: Callable[[Mapping[str, Any]], tuple[int, ...]] = _query_shape, dtype: str = ""
+    function: Callable[..., Any],
+    shape: Callable[[Mapping[str, Any]], tuple[int, ...]] = _query_shape,
+    dtype: str = "",
+    dtype_of_bytes: str = "",
 ) -> TorchOp:
     """The op of one of FlashInfer's functions.
 
-    ``shape`` gives that of an output which a call leaves out; its dtype is ``out_dtype``, else ``dtype``, else the
-    query's.
+    ``shape`` gives that of an output which a call leaves out; its dtype is ``out_dtype``, else ``dtype``, else
+    ``dtype_of_bytes`` for queries of 8 bits, else the query's.
     """
     parameters = inspect.signature(function).parameters
     kinds = {name: _KINDS[name] for name in parameters if name in _KINDS}
@@ -60,9 +65,14 @@ def torch_op(
         query = arguments["query"] if "query" in arguments else arguments["q"]
         if "output" in arguments:
             return None
+        out_dtype = _torch_dtype(arguments.get("out_dtype"))
         if arguments["out"] is None:
-            made_dtype = arguments.get("out_dtype") or (getattr(torch, dtype) if dtype else query.dtype)
-            arguments["out"] = torch.empty(shape(arguments), dtype=made_dtype, device=query.device)
+            default = dtype or (dtype_of_bytes if query.element_size() == 1 else "")
+            new_dtype = out_dtype or (getattr(torch, default) if default else query.dtype)
+            arguments["out"] = torch.empty(shape(arguments), dtype=new_dtype, device=query.device)
+        elif out_dtype is not None and arguments["out"].dtype != out_dtype:
+            one, other = (str(of).removeprefix("torch.") for of in (arguments["out"].dtype, out_dtype))
+            raise UsageError(f"dtype {one}, out_dtype says {other}", argument="out")
         if not arguments.get("return_lse"):
             return arguments["out"]
         if arguments["lse"] is None:
@@ -71,3 +81,21 @@ def torch_op(
         return arguments["out"], arguments["lse"]
 
     return TorchOp(f"flashinfer_{function.__name__}", kinds, written, fixed, complete, _DROPPED)
+
+
+def _torch_dtype(out_dtype: Any) -> Any:
+    """The dtype of an output where torch traces the call; None: the default.
+
+    Raises:
+        UsageError: no op has such an output.
+    """
+    import torch
+
+    dtype = getattr(torch, out_dtype, out_dtype) if isinstance(out_dtype, str) else out_dtype
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise UsageError(
+            "expected None or a dtype of torch in a call that torch traces",
+            argument="out_dtype",
+            value=shown(out_dtype),
+        )
+    return dtype
