@@ -409,6 +409,13 @@ def test_query_tokens_that_are_not_used_become_requests_without_keys(
     assert seen["kv_cu_seq_lens"].tolist() == [0, 100, 100, 150, 150, 450, 450]
 
 
+def test_numbers_of_used_tokens_that_no_request_has_are_clamped(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+    monkeypatch.setattr(flash_attn.attention, "context_attention", lambda *_, **named: seen.update(named))
+    flash_attn.flash_attn_varlen_func(**varlen(seqused_q=torch.tensor([-3, 25, 2**31 - 1], dtype=INT32)))
+    assert seen["q_cu_seq_lens"].tolist() == [0, 0, 10, 20, 20, 30, 30]
+
+
 USED = torch.zeros(BATCH, dtype=INT32)
 NESTED = torch.nested.nested_tensor([torch.zeros(2, 4), torch.zeros(3, 4)], layout=torch.jagged)
 

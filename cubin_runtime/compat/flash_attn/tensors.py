@@ -55,13 +55,18 @@ def differences(sums: Any, name: str, batch: int) -> Any:
 
 
 def divided(sums: Any, used: Any, batch: int) -> Any:
-    """Running sums of twice as many requests: the tokens of each that are used, and the others. Made on the device."""
+    """Running sums of twice as many requests: the tokens of each that are used, and the others. Made on the device.
+
+    A request uses no fewer than none of its tokens and no more than all.
+    """
     check_vector(sums, "cu_seqlens_q", batch + 1, "running sums for seqused_q would be made")
     check_vector(used, "seqused_q", batch, "running sums would be made")
     check_together(used, "seqused_q", sums, "cu_seqlens_q")
     import torch
 
-    return torch.cat((torch.stack((sums[:-1], sums[:-1] + used), 1).flatten(), sums[-1:]))
+    begins = sums[:-1]
+    unused = begins + used.clamp(min=0).minimum(sums.diff())  # or tokens of other requests would be written too
+    return torch.cat((torch.stack((begins, unused), 1).flatten(), sums[-1:]))
 
 
 def without_keys(sums: Any, batch: int) -> Any:
