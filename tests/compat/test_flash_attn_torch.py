@@ -315,6 +315,13 @@ def _ragged(sums: Any) -> dict[str, Any]:
         (
             {
                 "cache_batch_idx": torch.zeros(3, dtype=INT32),
+                "block_table": torch.zeros(3, COLUMNS, dtype=torch.uint8),
+            },
+            "block_table: dtype uint8, expected int32",
+        ),
+        (
+            {
+                "cache_batch_idx": torch.zeros(3, dtype=INT32),
                 "block_table": torch.zeros(0, COLUMNS, dtype=INT32),
             },
             "block_table: shape .*expected 1 row or more",
@@ -455,6 +462,15 @@ def test_rows_of_a_block_table_are_chosen(standin: StandIn, kept: dict[str, Any]
     rows = torch.tensor([3, 0, 4], dtype=INT32)
     flash_attn.flash_attn_with_kvcache(**cached(q_len, block_table=table, cache_batch_idx=rows, rotary_seqlens=rows))
     assert kept["cache"].table[:, 0].tolist() == [3 * COLUMNS, 0, 4 * COLUMNS]
+
+
+def test_rows_that_a_block_table_does_not_have_are_without_pages(kept: dict[str, Any]) -> None:
+    table = torch.arange(5 * COLUMNS, dtype=INT32).view(5, COLUMNS)
+    flash_attn.flash_attn_with_kvcache(
+        **cached(new=1, block_table=table, cache_batch_idx=torch.tensor([-1, 4, 5], dtype=INT32))
+    )
+    assert kept["cache"].table.tolist() == [[-1] * COLUMNS, table[4].tolist(), [-1] * COLUMNS]
+    assert kept["cache"].table.dtype == INT32
 
 
 @pytest.mark.parametrize("q_len", [1, 9])

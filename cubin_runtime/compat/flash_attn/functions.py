@@ -254,7 +254,7 @@ def flash_attn_with_kvcache(
             have no room for is skipped.
         cache_seqlens: int32 ``[batch]``, or one number: keys in the cache, without the new ones. None: all of it.
         cache_batch_idx: int32 ``[batch]``, the request in the cache of each request, or the row of the block table,
-            which a launch of its own then takes.
+            which a few launches of their own then take. A number that is none has no pages.
         num_splits: 1 makes a request's bits independent of other requests, as ``deterministic`` does; if head_dim is 64
             or 128, also of whether a token is in a prompt, a draft or a step of its own.
         cu_seqlens_q, max_seqlen_q: as in ``flash_attn_varlen_func``.

@@ -14,6 +14,7 @@ from ...tensor import view_of
 from ..shapes import check_torch, check_vector, is_torch, shape_of
 
 _MOST_CACHED = 64
+_NO_PAGE = -1
 _cache: dict[tuple[Any, ...], tuple[Any, Any]] = {}
 
 
@@ -97,14 +98,19 @@ def for_each_part(scale: Any, name: str, batch: int) -> Any:
 
 
 def chosen(table: Any, table_name: str, rows: Any, rows_name: str, batch: int) -> Any:
-    """The rows of a page table with the numbers of ``batch`` requests; made on the device."""
+    """The rows of a page table with the numbers of ``batch`` requests, without a page for other numbers; made on the
+    device."""
     check_torch(table, table_name, f"its rows by {rows_name} would be taken")
     shape = shape_of(table, table_name, 2)
     if shape[0] < 1:
         raise UsageError(f"shape {shape}, expected 1 row or more", argument=table_name)
+    if dtype_of(table, table_name) != "int32":
+        raise UsageError(f"dtype {dtype_of(table, table_name)}, expected int32", argument=table_name)
     check_vector(rows, rows_name, batch, f"rows of {table_name} would be taken")
     check_together(rows, rows_name, table, table_name)
-    return table[rows]
+    # torch would count negative numbers from the last row, whose request an append would then write to.
+    there = rows.clamp(0, shape[0] - 1)
+    return table[there].masked_fill((there != rows)[:, None], _NO_PAGE)
 
 
 def check_together(tensor: Any, name: str, other: Any, other_name: str) -> None:
