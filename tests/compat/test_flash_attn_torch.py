@@ -214,9 +214,11 @@ def test_lengths_that_are_all_the_same(kept: dict[str, Any], given: Any, lengths
     assert (kept["lengths"].tolist(), kept["lengths"].dtype) == (lengths, INT32)
 
 
-def test_new_tokens_need_lengths() -> None:
-    with pytest.raises(UsageError, match="cache_seqlens: None with k"):
-        flash_attn.flash_attn_with_kvcache(**cached(new=1, cache_seqlens=None, **unpaged(500)))
+@pytest.mark.parametrize("cache", [unpaged(500), {}], ids=["requests", "pages"])
+def test_new_tokens_need_lengths(standin: StandIn, cache: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=r"^cache_seqlens: None with k"):
+        flash_attn.flash_attn_with_kvcache(**cached(new=1, cache_seqlens=None, **cache))
+    assert standin.calls("cuLaunchKernelEx") == []
 
 
 REFUSED_ATTENTION: list[tuple[dict[str, Any], str]] = [

@@ -13,7 +13,6 @@ from ...attention.operator import Operator
 from ...attention.operators.context_attention import CONTEXT_ATTENTION, plan_context_attention
 from ...attention.operators.paged_decode import PAGED_DECODE, plan_paged_decode
 from ...attention.runtime import Runtime, default_runtime
-from ...errors import UsageError
 from ..shapes import shape_of
 from .cache import Cache, Queries, attend_cache
 from .options import Options
@@ -48,10 +47,8 @@ def check_before_append(queries: Queries, cache: Cache, lengths: Any, options: O
     A call that torch traces is checked when it runs.
 
     Raises:
-        as ``attend_cache``, and UsageError: there are no lengths.
+        as ``attend_cache``.
     """
-    if lengths is None:
-        raise UsageError("None with k, expected where the new tokens go", argument="cache_seqlens")
     if is_compiling():
         return
     values = (*queries, *cache, lengths, *options.window, *options[1:_WINDOW], *options[_WINDOW + 1 :])

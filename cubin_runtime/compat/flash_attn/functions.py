@@ -284,6 +284,8 @@ def flash_attn_with_kvcache(
     refuse(q_descale=q_descale)
     if k is None and v is not None:
         raise UsageError("given without k, expected None", argument="v")
+    if k is not None and cache_seqlens is None:
+        raise UsageError("None with k, expected where the new tokens go", argument="cache_seqlens")
     sinks_name, sinks = sinks_of(s_aux, learnable_sink)
     table_name, table = one_of("block_table", block_table, "page_table", page_table)
     queries = queries_of(q, cu_seqlens_q, max_seqlen_q)
