@@ -117,6 +117,30 @@ def test_padding_on_the_right(stand_in: StandIn) -> None:
     assert set(stand_in.calls) == {"ragged"}
 
 
+def padded_between(start: int, end: int) -> Any:
+    mask = torch.ones(2, CUTS[-1], dtype=torch.long)
+    mask[0, start:end] = 0
+    return mask
+
+
+@pytest.mark.parametrize("cache", [dynamic, static(64)], ids=["dynamic", "static"])
+@pytest.mark.parametrize(("name", "padding"), [("llama", (5, 12)), ("gemma3", (20, 29))])
+def test_padding_between_tokens_that_moves_no_key_into_a_window(
+    name: str, padding: tuple[int, int], cache: Any, stand_in: StandIn
+) -> None:
+    check_steps(name, 2, cache, padded_between(*padding))
+    assert "ragged" in stand_in.calls
+
+
+@pytest.mark.parametrize("cache", [dynamic, static(64)], ids=["dynamic", "static"])
+@pytest.mark.parametrize(("padding", "cuts"), [((5, 12), [30]), ((20, 24), [20, 30])])
+def test_padding_between_tokens_that_a_window_would_not_count_is_refused(
+    padding: tuple[int, int], cuts: list[int], cache: Any, stand_in: StandIn
+) -> None:
+    with pytest.raises(UsageError, match="attention_mask: padding among the last 16 positions, behind other tokens"):
+        check_steps("gemma3", 2, cache, padded_between(*padding), cuts)
+
+
 def test_a_mask_without_padding_costs_nothing(stand_in: StandIn) -> None:
     check_steps("qwen3", 2, dynamic, torch.ones(2, CUTS[-1], dtype=torch.long))
     assert set(stand_in.calls) == {"even"}

@@ -172,7 +172,7 @@ def _form(
     import torch
 
     (q_length, q_offset), (kv_length, kv_offset) = queries_at, keys_at
-    pattern, packed, chunked = said
+    pattern, window, packed, chunked = said
     if packed is not None:
         return _running_sums(packed.expand(batch_size, -1)).expand(1, _HEADS, pattern, -1)
     ends_with_keys = isinstance(q_offset, int) and isinstance(kv_offset, int)
@@ -199,7 +199,26 @@ def _form(
         rows = torch.ones_like(keys[:, :1]).expand(-1, q_length)
     else:
         keys, rows = keys & (positions < q_offset + q_length), _at(attention_mask, queries)
+    if window is not None and not _tracing(keys):
+        _check_window(window, keys, rows, queries - kv_offset)
     return torch.cat((keys, rows), dim=1)[:, None, None, :].expand(-1, _HEADS, pattern, -1)
+
+
+def _check_window(window: int, keys: Any, rows: Any, last: Any) -> None:
+    """Check that a window of tokens, as the kernels count it, is one of positions; ``last`` is each query's own key.
+
+    Raises:
+        UsageError: padding behind a request's first token moves keys into a query's window.
+    """
+    import torch
+
+    counts = torch.nn.functional.pad(keys.cumsum(1), (1, 0))
+    before = counts[:, (last + 1 - window).clamp(min=0)]
+    if bool((rows & (before > 0) & (counts[:, last + 1] - before < window)).any()):
+        raise UsageError(
+            f"attention_mask: padding among the last {window} positions, behind other tokens; a window of the kernels "
+            "counts tokens, so expected padding before or behind all tokens of a request"
+        )
 
 
 def _chunks(
@@ -257,9 +276,11 @@ def _parts(function: Callable[..., Any] | None) -> Iterator[tuple[str, list[Any]
 
 
 class _Pattern(NamedTuple):
-    """A pattern, the sequence of each token where sequences are packed, and size and padding of chunks."""
+    """A pattern, the size of its window, the sequence of each token where sequences are packed, and size and padding of
+    chunks."""
 
     kind: int
+    window: int | None
     packed: Any
     chunked: tuple[int, Any] | None
 
@@ -284,8 +305,9 @@ def _pattern(function: Callable[..., Any] | None, custom: bool) -> _Pattern:
             f"mask: the pattern {name}; the kernels have causal, causal sliding windows, chunks and packed sequences"
         )
     kind = EVERY_KEY if _CAUSAL not in parts else WINDOW if _OVERLAY in parts else CAUSAL
-    packed, chunked = (parts.get(name) for name in (_PACKED, _CHUNKED))
-    return _Pattern(kind, packed[0] if packed else None, (chunked[0], chunked[1]) if chunked else None)
+    window, packed, chunked = (parts.get(name) for name in (_OVERLAY, _PACKED, _CHUNKED))
+    of_chunks = (chunked[0], chunked[1]) if chunked else None
+    return _Pattern(kind, window[0] if window else None, packed[0] if packed else None, of_chunks)
 
 
 def _running_sums(ids: Any) -> Any:
