@@ -90,7 +90,8 @@ class TorchOp:
         packed: list[Any] = []
         for name, kind in self.kinds.items():
             value = arguments[name]
-            if isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled():
+            parts = value if isinstance(value, (tuple, list)) else (value,)
+            if any(isinstance(part, torch.Tensor) and part.requires_grad for part in parts) and torch.is_grad_enabled():
                 raise UsageError(
                     "requires grad, but this operator has no backward pass: call it under torch.no_grad()",
                     argument=name,
@@ -100,7 +101,7 @@ class TorchOp:
                 packed.append(None if is_tensor or value is None else float(value))
                 packed.append(value if is_tensor else None)
             elif kind == _PAIR:
-                packed.append(list(value) if isinstance(value, (tuple, list)) else [value])
+                packed.append(list(parts))
             else:
                 packed.append(value)
         for name, value in arguments.items():

@@ -391,6 +391,19 @@ def test_tensors_that_require_grad_are_refused_with_grad_mode_on(runtime: Runtim
     assert full_paths.count == (4 if guards.exchange_api() is None or guards.accelerator() is None else 3)
 
 
+@pytest.mark.parametrize("part", [0, 1])
+def test_a_traced_cache_that_requires_grad_is_refused(runtime: Runtime, part: int) -> None:
+    from torch._subclasses import FakeTensorMode
+
+    own = flashinfer_s()
+    own["kv_cache"][part].requires_grad_()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        with pytest.raises(UsageError, match="kv_cache: requires grad"):
+            flashinfer.xqa_batch_decode_with_kv_cache(**own)
+        with torch.no_grad():
+            flashinfer.xqa_batch_decode_with_kv_cache(**own)
+
+
 def test_inference_tensors_are_taken(runtime: Runtime, standin: StandIn) -> None:
     with torch.inference_mode():
         own = given()
