@@ -194,6 +194,7 @@ class Workspace:
 
         Raises:
             WorkspaceError: ``stream`` is capturing.
+            UsageError: ``stream`` is of another context.
             DriverError: the device does not have that much memory.
         """
         handle = stream_handle(stream)
@@ -230,6 +231,7 @@ class Workspace:
 
         Raises:
             WorkspaceError: another stream has it, a capture needs one and none is free, or it is closed.
+            UsageError: ``stream`` is of another context.
         """
         claimed = self.claimed
         if claimed is not None and type(stream) is int and stream == claimed.stream and claimed.holds():
@@ -247,7 +249,7 @@ class Workspace:
         """``claim`` for many launches on ``stream``, each of which asks anew; None: it captures.
 
         Raises:
-            WorkspaceError: as ``claim``.
+            WorkspaceError, UsageError: as ``claim``.
         """
         handle = stream_handle(stream)
         place, claimed, buffer = self.claim(handle), self.claimed, self._eager
@@ -341,7 +343,7 @@ class Workspace:
     def _for_stream(self, owner: Owner) -> Buffer:
         eager, stream = self._eager, owner[2]
         if not is_default(stream):
-            _check_device(self._driver, self.context, stream)
+            _check_context(self._driver, self.context, stream)
         if eager is not None and eager.free:
             return eager
         if eager is None and self._owned:
@@ -481,12 +483,19 @@ class WorkspacePool:
             context = self._driver.context_on(self._device)
             key = context, threading.get_ident() if stream == PER_THREAD else 0
         held = self.held.get(key)
-        if held is not None:
+        if held is not None and (context is not None or self._serves(held, stream)):
             return held
         with self._lock:
-            if key not in self.held:
+            if self.held.get(key) is held:
                 self.held[key] = self.make(stream, context)
             return self.held[key]
+
+    def _serves(self, workspace: Workspace, stream: int) -> bool:
+        """Return whether a workspace is in a stream's context: a handle may come back in another one."""
+        claimed = workspace.claimed
+        if (claimed is not None and claimed.holds()) or self._driver.is_capturing(stream):
+            return True
+        return self._driver.stream_context(stream) == workspace.context
 
     def make(self, stream: int, context: int | None = None) -> Workspace:
         """A workspace that is not of the pool, claimed by the stream, in its or another context; errors as ``take``."""
@@ -513,7 +522,7 @@ def context_of_launch(driver: Driver, device: int, workspace: int | None, stream
         return context
     if is_default(stream):
         return workspace
-    raise UsageError(f"stream {stream:#x}: belongs to another context of device {device} than the workspace")
+    raise _of_other_context(stream, device)
 
 
 def owner_of(driver: Driver, stream: int) -> Owner:
@@ -535,13 +544,19 @@ def words_of(owner: Owner | None) -> str:
     return f"stream {stream:#x}{of_thread}" if capture is None else f"captured graph {capture:#x}"
 
 
-def _check_device(driver: Driver, context: int, stream: int) -> None:
-    """Check a stream that has a device of its own: a default one is of whatever context the launch is made in."""
-    own_device, stream_device = driver.context_device(context), driver.context_device(driver.stream_context(stream))
-    if own_device != stream_device:
-        raise WorkspaceError(
-            f"stream {stream:#x} is of device {stream_device}, the workspace is on device {own_device}"
-        )
+def _check_context(driver: Driver, context: int, stream: int) -> None:
+    """Check a stream that has a context of its own: a default one is of whatever context the launch is made in."""
+    stream_context = driver.stream_context(stream)
+    if stream_context == context:
+        return
+    own_device, stream_device = driver.context_device(context), driver.context_device(stream_context)
+    if own_device == stream_device:
+        raise _of_other_context(stream, own_device)
+    raise WorkspaceError(f"stream {stream:#x} is of device {stream_device}, the workspace is on device {own_device}")
+
+
+def _of_other_context(stream: int, device: int) -> UsageError:
+    return UsageError(f"stream {stream:#x}: belongs to another context of device {device} than the workspace")
 
 
 def _new_memory(driver: Driver, context: int, nbytes: int, stream: int) -> tuple[int, int, Owner]:
@@ -553,7 +568,7 @@ def _new_memory(driver: Driver, context: int, nbytes: int, stream: int) -> tuple
                 "make it before, with prepare(stream)"
             )
         if not is_default(stream):
-            _check_device(driver, context, stream)
+            _check_context(driver, context, stream)
         # A buffer that the stream had before is used again in its order; freeing would wait for all work of the device.
         owner = owner_of(driver, stream)
         memory = driver.waiting_for(context, max(1, nbytes), owner)

@@ -4,6 +4,7 @@ import gc
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -430,6 +431,28 @@ def test_the_pool_goes_by_the_context_of_the_stream(driver: Driver, standin: Sta
     pool = WorkspacePool(driver, 0, 64)
     assert pool.take(stream).context == made
     pool.close()
+
+
+def test_the_pool_serves_a_stream_that_got_the_handle_of_one_of_another_context(
+    driver: Driver, standin: StandIn, context: int
+) -> None:
+    pool, green = WorkspacePool(driver, 0, 256), standin.make_context(0)
+    for of in (context, green):
+        with driver.using(of):
+            stream = driver.create_stream()
+        workspace = pool.take(stream)
+        workspace.claim(stream)
+        assert workspace.context == of
+        assert pool.take(stream) is workspace
+        driver.destroy_stream(stream)
+
+
+def test_a_stream_of_another_context_is_refused(driver: Driver, standin: StandIn, context: int) -> None:
+    with driver.using(standin.make_context(0)):
+        stream = driver.create_stream()
+    for claim in (Workspace.allocate(driver, context, 256).claim, partial(Workspace.allocate, driver, context, 256)):
+        with pytest.raises(UsageError, match=f"stream {stream:#x}: belongs to another context of device 0 than"):
+            claim(stream)
 
 
 def test_the_pool_makes_none_during_a_capture(driver: Driver, context: int) -> None:

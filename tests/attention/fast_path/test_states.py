@@ -168,6 +168,26 @@ def test_a_stream_of_another_context_than_the_workspace_is_refused(caller: Calle
         assert message == f"stream {stream:#x}: belongs to another context of device 0 than the workspace"
 
 
+@pytest.mark.parametrize("name", ["paged_decode", "plan.run", "append_kv", "merge_states", "plain xqa"])
+def test_a_stream_that_got_the_handle_of_one_of_another_context_is_launched_on(
+    caller: Caller, standin: StandIn, name: str
+) -> None:
+    driver = caller.runtime.driver
+    contexts = [driver.primary_context(0), standin.make_context(0)]
+    call = ON_SM90[name](caller.memory, caller.runtime)
+    handles = set()
+    for context in (*contexts, *contexts):
+        with driver.using(context):
+            caller.memory.stream = stream = driver.create_stream()
+        handles.add(stream)
+        on_stream = call.changed(stream=stream) if "stream" in call.arguments else call
+        came = [caller.outcome(on_stream) for _ in range(3)]
+        assert f"('context', '{context:#x}')" in came[0][0], came[0]
+        assert came == [came[0]] * 3
+        driver.destroy_stream(stream)
+    assert len(handles) == 1
+
+
 def test_no_path_is_written_for_a_workspace_that_names_no_context(caller: Caller, call: Call) -> None:
     buffers = SemaphoreWorkspace(semaphores=(0x7F_F100_0000_00, 8 << 20), scratch=(0x7F_F200_0000_00, 64 << 20))
     own = call.changed(workspace=buffers)
