@@ -323,11 +323,13 @@ class Driver:
             if waiting.life is not None and not waiting.life.ended:
                 self._waiting.append(waiting)
                 continue
-            self.call("cuCtxPushCurrent", waiting.context)
             try:
-                self.free(waiting.address)
-            finally:
-                self.out_pointer("cuCtxPopCurrent")
+                with self._pushed(waiting.context):
+                    self.free(waiting.address)
+            except DriverCallError as error:
+                # The memory is gone with a context that is lost; the caller may work in another.
+                if not error.sticky and error.code != api.INVALID_CONTEXT:
+                    raise
 
     def copy_to_device(self, address: int, host: Any) -> None:
         """Copy a whole host buffer to ``address``; returns when the host buffer may be reused."""

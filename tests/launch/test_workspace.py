@@ -486,6 +486,24 @@ def test_memory_that_nothing_refers_to_is_freed_when_the_next_is_made(
     assert freed(standin) == [address]
 
 
+@pytest.mark.parametrize(("call", "code"), [("cuMemFree", 700), ("cuCtxPushCurrent", 201), ("cuCtxPushCurrent", 709)])
+def test_memory_of_a_lost_context_does_not_fail_calls_in_others(
+    driver: Driver, standin: StandIn, context: int, call: str, code: int
+) -> None:
+    for lost in (standin.make_context(0), standin.make_context(0)):
+        with driver.using(lost):
+            Workspace.allocate(driver, lost, 1024)
+    gc.collect()
+    standin.fail(call, code, times=2)
+    Workspace.allocate(driver, context, 1024).close()
+    assert driver.current_context() == context
+    standin.fail("cuMemFree", 1)
+    Workspace.allocate(driver, context, 1024)
+    gc.collect()
+    with pytest.raises(DriverCallError, match="cuMemFree returned 1"):
+        Workspace.allocate(driver, context, 1024)
+
+
 def test_memory_that_a_captured_graph_has_is_freed_after_the_graph(
     driver: Driver, standin: StandIn, context: int
 ) -> None:
