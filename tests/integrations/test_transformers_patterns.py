@@ -323,6 +323,21 @@ def test_a_mask_for_a_compiled_forward_pass_is_a_tensor_like_any_other() -> None
         mask(2, 3, 5, q_offset=2, allow_is_causal_skip=False) + 1
 
 
+@pytest.mark.parametrize("function", [causal_mask_function, bidirectional_mask_function])
+@pytest.mark.parametrize("padding", [None, torch.tensor([[False, True, True, True, True]])])
+def test_a_mask_is_made_in_a_compiled_forward_pass(function: Any, padding: Any) -> None:
+    traced = torch.compile(form_of, fullgraph=True, backend="eager")
+    form, plain = traced(function, attention_mask=padding), form_of(function, attention_mask=padding)
+    assert type(form) is torch.Tensor
+    assert torch.equal(form, getattr(plain, "plain", plain))
+
+
+def test_a_mask_that_captures_values_is_refused_in_a_compiled_forward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.compiler, "is_dynamo_compiling", lambda: True)
+    with pytest.raises(UsageError, match=r"mask: a pattern that captures values \(and_mask\), which a compiled"):
+        form_of(sliding_window_causal_mask_function(2))
+
+
 def test_a_mask_of_every_key_may_be_added_to_scores() -> None:
     scores = torch.rand(1, 4, 3, 5)
     assert torch.equal(scores, scores + form_of(bidirectional_mask_function))

@@ -263,7 +263,23 @@ def _name_of(function: Callable[..., Any] | None) -> str:
 
 
 def _parts(function: Callable[..., Any] | None) -> Iterator[tuple[str, list[Any]]]:
-    """The patterns that a mask function is the intersection of, each with its captured values, by their names."""
+    """The patterns that a mask function is the intersection of, each with its captured values, by their names.
+
+    Raises:
+        UsageError: dynamo traces a function that captures values, which nobody sees then.
+    """
+    import torch
+
+    if function is not None and torch.compiler.is_dynamo_compiling():
+        # Of a function's attributes torch traces this one, and no qualified name.
+        name = function.__code__.co_name
+        if name not in _KNOWN:
+            raise UsageError(
+                f"mask: a pattern that captures values ({name}), which a compiled forward pass does not show; make the "
+                "masks before it, as generate does"
+            )
+        yield name, []
+        return
     cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
     name = _name_of(function)
     if name == "and_masks.<locals>.and_mask":
