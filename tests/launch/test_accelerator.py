@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import sys
 import threading
 import weakref
@@ -63,6 +64,18 @@ def prepared(driver: Driver, kernel: LoadedKernel) -> PreparedLaunches:
 def with_descriptor(driver: Driver, kernel: LoadedKernel) -> PreparedLaunches:
     """Whose descriptor is that of a tensor which moves."""
     return PreparedLaunches([plan(inputs={"k": "k", "batch": "batch"})], [kernel], driver, ("k", "batch"))
+
+
+def test_launches_are_counted_where_a_counter_cannot_be_pickled(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OfPython314(itertools.count):  # type: ignore[type-arg]
+        def __reduce__(self) -> Any:
+            raise TypeError("cannot pickle 'itertools.count' object")
+
+    monkeypatch.setattr("cubin_runtime.launch.history.count", OfPython314)
+    ring = Ring()
+    for launches in range(KEPT + 2):
+        assert ring.launches == launches
+        ring.record((cast(Any, None), b"", 0))
 
 
 @needs_accelerator
