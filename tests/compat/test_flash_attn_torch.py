@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from cubin_runtime.compat import flash_attn, flash_attn_interface
 from cubin_runtime.compat.flash_attn import append_checks
 from cubin_runtime.compat.flash_attn import cache as cache_module
 from cubin_runtime.compat.flash_attn.options import Options
-from cubin_runtime.compat.flash_attn.tensors import whole_cache
+from cubin_runtime.compat.flash_attn.tensors import _cache, whole_cache
 from cubin_runtime.errors import UsageError
 from cubin_runtime.kernels.native.append.params import APPEND_KV
 from cubin_runtime.kernels.native.decode.params import PAGED_DECODE_TMA
@@ -101,6 +102,32 @@ def test_sinks_of_16_bits_are_converted(standin: StandIn, monkeypatch: pytest.Mo
     flash_attn.flash_attn_varlen_func(**varlen(s_aux=sinks))
     assert (made[0].dtype, made[0].tolist()) == (torch.float32, list(range(HEADS)))
     assert sent(standin)["sinks"] == made[0].data_ptr()
+
+
+def in_functionalize(make: Callable[[], Any]) -> None:
+    torch.func.functionalize(lambda _: make())(torch.zeros(()))
+
+
+def in_grad(make: Callable[[], Any]) -> None:
+    torch.func.grad(lambda x: (make(), x)[1])(torch.zeros(()))
+
+
+def in_fake_mode(make: Callable[[], Any]) -> None:
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        make()
+
+
+@pytest.mark.parametrize("within", [in_functionalize, in_grad, in_fake_mode])
+def test_tables_made_in_a_transform_or_a_mode_are_not_kept(within: Callable[[Any], None]) -> None:
+    like = torch.zeros(BATCH, 1, HEADS, DIM, dtype=BF16)
+    _cache.clear()
+    within(lambda: whole_cache(like, BATCH, 7)[0])
+    table, lengths = whole_cache(like, BATCH, 7)
+    assert (type(table), table.flatten().tolist(), lengths.tolist()) == (torch.Tensor, [*range(BATCH)], [7] * BATCH)
+    assert table.data_ptr() != 0
+    assert whole_cache(like, BATCH, 7)[0] is table
 
 
 def test_the_log_sum_exp_is_a_tensor_of_the_peers_shape() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ...attention.fast_path.operator_function import is_compiling
+from ...attention.fast_path.operator_function import is_compiling, is_intercepted
 from ...attention.operator import dtype_of
 from ...attention.runtime import default_runtime
 from ...errors import UsageError
@@ -164,10 +164,13 @@ def _constants(like: Any, batch: int, length: int) -> tuple[Any, Any]:
     key = (batch, length, device, stream)
     constants = _cache.get(key)
     if constants is None:
+        with torch.inference_mode(False):
+            constants = _make(batch, length, device)
+        if is_intercepted(constants):
+            return constants  # which end with the mode or transform that they were made in
         if len(_cache) >= _MOST_CACHED:
             _cache.clear()
-        with torch.inference_mode(False):
-            constants = _cache[key] = _make(batch, length, device)
+        _cache[key] = constants
     return constants
 
 
