@@ -326,6 +326,7 @@ static PyObject *find_senders(Walk *self, const Key *key) {
   return senders;
 }
 
+// OTHERWISE: it has no memory, as one that a function transform of torch makes; the full path says so.
 static int make_tensor(const Walk *self, Call *call) {
   if (self->make == NULL) return SENT;
   Py_ssize_t count = PyTuple_Size(self->made_of);
@@ -338,10 +339,14 @@ static int make_tensor(const Walk *self, Call *call) {
   Py_DECREF(sources);
   if (made == NULL) return FAILED;
   call->slots[call->count++] = made;
+  if (!self->made_counts) return SENT;
   Tensor tensor;
-  if (self->made_counts && self->read(made, &tensor)) return FAILED;
-  if (self->made_counts) call->addresses[self->tensors] = address_of(&tensor);
-  return SENT;
+  if (self->read(made, &tensor)) {
+    PyErr_Clear();
+    return OTHERWISE;
+  }
+  call->addresses[self->tensors] = address_of(&tensor);
+  return call->addresses[self->tensors] ? SENT : OTHERWISE;
 }
 
 static int multiply(const Source *source, const Call *call, Value *value) {

@@ -121,6 +121,8 @@ class SizedPath:
             if result is not MISS:
                 return result
         completed = self._form.completed(frame)
+        if completed is None:
+            return MISS
         addresses, numbers = (
             tuple([completed.value(source, ()) for source in sources]) for sources in (self._addresses, self._numbers)
         )

@@ -225,13 +225,23 @@ class Form:
             for (one, offset), (other, beyond), equal in self._compared
         )
 
-    def completed(self, frame: Frame) -> Frame:
-        """The frame of a call that nothing refuses, with what it makes; the one given may be completed again."""
+    def completed(self, frame: Frame) -> Frame | None:
+        """The frame of a call that nothing refuses, with what it makes; the one given may be completed again.
+
+        None: what it makes has no memory, as in a function transform of torch; the full path says so.
+        """
         if not self._makes:
             return frame
         outputs = [row.make(*[frame.tensors[number] for number in row.tensors]) for row in self._makes]
-        read = zip(self._makes, outputs, strict=True)
-        addresses = [0 if row.address_of is None else row.address_of(tensor) for row, tensor in read]
+        addresses = []
+        for row, tensor in zip(self._makes, outputs, strict=True):
+            try:
+                address = 0 if row.address_of is None else row.address_of(tensor)
+            except RuntimeError:
+                return None
+            if not address and row.address_of is not None:
+                return None
+            addresses.append(address)
         return Frame([*frame.slots, *outputs], [*frame.tensors, *outputs], [*frame.addresses, *addresses])
 
     def result(self, completed: Frame) -> Any:
@@ -301,6 +311,8 @@ class Path:
         if place is None:
             return MISS
         completed = self._form.completed(frame)
+        if completed is None:
+            return MISS
         slots, tensors, addresses = completed
         key = self._key(place, addresses)
         try:

@@ -537,6 +537,31 @@ def test_tensors_and_plans_are_gone_when_they_are_dropped(runtime: Runtime, face
         gc.enable()
 
 
+@pytest.mark.parametrize(
+    ("columns", "requests", "transform"),
+    [(32, (2, 2, 2), torch.func.grad), (32, (2, 1, 2), torch.func.grad), (48, (2, 2, 2), torch.func.functionalize)],
+    ids=["grad", "grad, calls of any size", "functionalize"],
+)
+def test_an_output_without_memory_of_a_function_transform_is_refused_after_calls_like_it_too(
+    runtime: Runtime, standin: StandIn, columns: int, requests: tuple[int, ...], transform: Any
+) -> None:
+    # For rows between other columns the output is made from nothing, which functionalize wraps.
+    queries = [torch.zeros(batch, columns, 128, dtype=BF16)[:, -32:] for batch in requests]
+    calls = [of_batch(len(q), out=None) | {"q": q} for q in queries]
+    for _ in range(2):
+        for own in calls:
+            paged_decode(**own, max_seq_len=256, runtime=runtime)
+    standin.clear_log()
+
+    def traced(x: Any) -> Any:
+        paged_decode(**calls[-1], max_seq_len=256, runtime=runtime)
+        return x
+
+    with pytest.raises(UsageError, match="out: "):
+        transform(traced)(torch.zeros(()))
+    assert sent(standin) == []
+
+
 @pytest.mark.parametrize("transform", ["vmap", "grad", "functionalize"])
 @pytest.mark.parametrize("name", ["paged_decode", "calls of any size", "xqa_batch", "plan.run"])
 def test_a_tensor_of_a_function_transform_is_refused_after_calls_like_it_too(
