@@ -26,7 +26,6 @@ H100 = replace(H200, name="NVIDIA H100 80GB HBM3", l2_bytes=50 << 20)
 # Launches that take longer than the best of their row by this factor do not decide anything.
 _FAR = 4.0
 _SHARED = ("read_tb_per_s", "merge_us", "cluster_saved_us", "cluster_merge_us", "cta_tb_per_s")
-_SHARED += ("cluster_least_share", "conversion_least_share")
 _STATED = "d{head_dim}_rows{rows}_ctas{resident}"
 _STEPS = (0.2, 0.1, 0.05, 0.02)
 
@@ -36,6 +35,7 @@ class Work(NamedTuple):
 
     kv_bytes: int
     row_tiles: float
+    shared: bool
     tiles_per_cta: int
     output_tiles_per_cta: int
     splits: int

@@ -25,10 +25,8 @@ from .kernel_costs import H200_CALIBRATION, H200_KERNELS, Calibration, KernelCos
 _BYTES_PER_US = 1e6  # of one TB/s
 # The multiprocessors that the constant of the L2 was measured with.
 _MULTIPROCESSORS = 132
-# Kernels of at least this many rows multiply with warpgroups.
-_WARPGROUP_ROWS = 64
 _NO_CONSTANTS = ("gpu", "calibration", "kernels")
-_OF_KERNELS = ("start_us", "tile_us", "output_tile_us", "shared_tile_us")
+_OF_KERNELS = ("start_us", "tile_us", "output_tile_us", "least_share", "shared_tile_us", "reread_share")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +37,9 @@ class Costs:
     ``merge_us`` is for up to ``merge_parts`` splits of up to ``merge_cells`` numbers (rows times head_dim); the time
     of more is proportional. ``cluster_saved_us`` is by how much earlier a cluster starts, ``alone_saved_us`` that of a
     single request, which looks at no other length, ``cluster_merge_us`` the time of its merge, ``cta_tb_per_s`` the
-    most bandwidth of one CTA when few run; a tile of warpgroups takes at least ``cluster_least_share`` of its time,
-    one of e4m3 keys that are converted ``conversion_least_share``. Predictions that differ by less than the fraction
-    ``equal_within`` count as equal. Neighbouring CTAs read up to ``max_cta_group_size`` KV heads side by side, if at
-    most one CTA in ``idle_share`` idles because of that; as many may idle so that work ranges end at boundaries of
-    output tiles.
+    most bandwidth of one CTA when few run. Predictions that differ by less than the fraction ``equal_within`` count as
+    equal. Neighbouring CTAs read up to ``max_cta_group_size`` KV heads side by side, if at most one CTA in
+    ``idle_share`` idles because of that; as many may idle so that work ranges end at boundaries of output tiles.
     """
 
     gpu: str
@@ -58,8 +54,6 @@ class Costs:
     alone_saved_us: float
     cluster_merge_us: float
     cta_tb_per_s: float
-    cluster_least_share: float
-    conversion_least_share: float
     equal_within: float
     max_cta_group_size: int
     idle_share: int
@@ -74,9 +68,8 @@ class Costs:
 
     def kernel_us(
         self, item_bytes: int, head_dim: int, rows: int, resident: int, q_item_bytes: int = 2, segments: bool = False
-    ) -> tuple[float, float, float, float]:
-        """``start_us``, ``tile_us``, ``output_tile_us`` and ``shared_tile_us`` from the nearest known head_dim below,
-        with the times of tiles scaled to this head_dim.
+    ) -> KernelTimes:
+        """The times from the nearest known head_dim below, with those of tiles scaled to this head_dim.
 
         Between known row counts, linear interpolation; beyond them, the times of tiles in proportion to the rows.
         """
@@ -92,12 +85,26 @@ class Costs:
         near = max((k.head_dim for k in of_item if k.head_dim <= head_dim), default=min(k.head_dim for k in of_item))
         of_head = [k for k in of_item if k.head_dim == near]
         matching = [k for k in of_head if k.resident == resident] or of_head
-        start = _between(sorted((k.rows, k.start_us) for k in matching), rows)
-        tile = _between(sorted((k.rows, k.tile_us) for k in matching), rows)
-        shared_tile = _between(sorted((k.rows, k.shared_tile_us or k.tile_us) for k in matching), rows)
-        output_tile = _between(sorted((k.rows, k.output_tile_us) for k in matching), rows)
         scale = head_dim / near * max(1.0, rows / max(k.rows for k in matching))
-        return start, tile * scale, output_tile, shared_tile * scale
+        return KernelTimes(
+            start_us=_between(sorted((k.rows, k.start_us) for k in matching), rows),
+            tile_us=scale * _between(sorted((k.rows, k.tile_us) for k in matching), rows),
+            output_tile_us=_between(sorted((k.rows, k.output_tile_us) for k in matching), rows),
+            least_share=_between(sorted((k.rows, k.least_share) for k in matching), rows),
+            shared_tile_us=scale * _between(sorted((k.rows, k.shared_tile_us or k.tile_us) for k in matching), rows),
+            reread_share=_between(sorted((k.rows, k.reread_share) for k in matching), rows),
+        )
+
+
+class KernelTimes(NamedTuple):
+    """The constants of a kernel, as ``KernelCost`` has them."""
+
+    start_us: float
+    tile_us: float
+    output_tile_us: float
+    least_share: float
+    shared_tile_us: float
+    reread_share: float
 
 
 class Estimate(NamedTuple):
@@ -138,8 +145,6 @@ H200 = Costs(
     alone_saved_us=1.2,
     cluster_merge_us=0.3,
     cta_tb_per_s=0.0897,
-    cluster_least_share=0.41,
-    conversion_least_share=0.7,
     equal_within=0.02,
     max_cta_group_size=8,
     idle_share=32,
@@ -195,7 +200,8 @@ class Pace(NamedTuple):
 
     ``start_us`` includes the launch, ``tile_us`` is for a KV tile of the kernel's own ``tile_tokens``, and
     ``least_tile_us`` that of a KV tile where few CTAs run, ``shared_tile_us`` that of one whose keys several row tiles
-    read; ``places`` are the CTAs that run at the same time.
+    read, and of which the share ``reread_share`` is read again for each where they drift apart; ``places`` are the
+    CTAs that run at the same time.
     """
 
     start_us: float
@@ -210,12 +216,14 @@ class Pace(NamedTuple):
     alone_start_us: float
     cluster_merge_us: float
     least_tile_us: float
+    reread_share: float
     places: int
 
     def estimate(
         self,
         kv_bytes: int,
         row_tiles: float,
+        shared: bool,
         tiles_per_cta: int,
         output_tiles_per_cta: int,
         splits: int,
@@ -228,6 +236,7 @@ class Pace(NamedTuple):
         Args:
             kv_bytes: every key and value once.
             row_tiles: how many times they are read (a mean).
+            shared: whether row tiles find in L2 what others of the same keys have read.
             tiles_per_cta: the most that a CTA gets.
             output_tiles_per_cta: the output tiles of such a CTA.
             splits: the most splits of an output tile.
@@ -238,15 +247,16 @@ class Pace(NamedTuple):
         start, merge = self.start_us, 0.0
         if in_clusters:
             start = self.alone_start_us if alone else self.cluster_start_us
-        shared = min(1.0, max(0.0, row_tiles - 1.0))
-        tile = self.tile_us + (self.shared_tile_us - self.tile_us) * shared
+        others = max(0.0, row_tiles - 1.0)
+        tile = self.tile_us + (self.shared_tile_us - self.tile_us) * (min(1.0, others) if shared else 0.0)
+        reads = 1.0 if shared else 1.0 + others * self.reread_share
         # The fewer CTAs share the bandwidth, the less time a tile takes.
         tile = min(tile, max(self.least_tile_us, tile * active_ctas / self.places))
         if splits > 1:
             merge = self.cluster_merge_us if in_clusters else self.merge_us * max(1.0, splits / self.merge_parts)
         return Estimate(
             start,
-            kv_bytes / self.read_bytes_per_us,
+            kv_bytes * reads / self.read_bytes_per_us,
             kv_bytes * row_tiles / self.l2_bytes_per_us,
             tiles_per_cta * tile + output_tiles_per_cta * self.output_tile_us,
             merge,
@@ -270,28 +280,24 @@ def pace_of(
     Raises:
         UsageError: the constants have no kernel for such items.
     """
-    start, tile, output_tile, shared_tile = costs.kernel_us(
-        item_bytes, head_dim, rows, resident, q_item_bytes, segments
-    )
-    # One CTA's bandwidth is limited even when few run, and warpgroups need a share of the time for their products.
+    kernel = costs.kernel_us(item_bytes, head_dim, rows, resident, q_item_bytes, segments)
+    # One CTA's bandwidth is limited even when few run.
     alone = 2 * 64 * head_dim * item_bytes / (costs.cta_tb_per_s * _BYTES_PER_US)
-    share = costs.cluster_least_share if rows >= _WARPGROUP_ROWS else 0.0
-    if item_bytes < q_item_bytes:
-        share = max(share, costs.conversion_least_share)
     of_tile = tile_tokens / 64
     return Pace(
-        start_us=costs.launch_us + start,
-        tile_us=tile * of_tile,
-        shared_tile_us=shared_tile * of_tile,
-        output_tile_us=output_tile,
+        start_us=costs.launch_us + kernel.start_us,
+        tile_us=kernel.tile_us * of_tile,
+        shared_tile_us=kernel.shared_tile_us * of_tile,
+        output_tile_us=kernel.output_tile_us,
         read_bytes_per_us=costs.read_tb_per_s * _BYTES_PER_US,
         l2_bytes_per_us=costs.l2_tb_per_s * multiprocessors / _MULTIPROCESSORS * _BYTES_PER_US,
         merge_us=costs.merge_us,
         merge_parts=costs.merge_parts / max(1.0, rows * head_dim / costs.merge_cells),
-        cluster_start_us=costs.launch_us + start - costs.cluster_saved_us,
-        alone_start_us=costs.launch_us + start - costs.alone_saved_us,
+        cluster_start_us=costs.launch_us + kernel.start_us - costs.cluster_saved_us,
+        alone_start_us=costs.launch_us + kernel.start_us - costs.alone_saved_us,
         cluster_merge_us=costs.cluster_merge_us,
-        least_tile_us=max(alone, tile * share) * of_tile,
+        least_tile_us=max(alone, kernel.tile_us * kernel.least_share) * of_tile,
+        reread_share=kernel.reread_share,
         places=multiprocessors * resident,
     )
 

@@ -36,6 +36,8 @@ _CLUSTER_IDLE_SHARE = 32
 _DRIFT_TOKENS = 4096
 # Then requests of so many keys have whole output tiles in any grid: of more, one among short ones would take too long.
 _DRIFT_SLACK_TOKENS = 2048
+# So few bytes of keys and values stay in L2 until all row tiles have read them, also where these drift apart.
+_BYTES_IN_L2 = 32 << 20
 # Shared memory that the driver keeps for itself in each resident block (CUDA programming guide).
 _RESERVED_SHARED_BYTES = 1024
 # batch_invariant makes at most this many splits of a row tile over all KV heads together: enough for a whole GPU.
@@ -353,10 +355,12 @@ def estimates_of(
             splits = min(tiles, -(-grid.ctas // output_tiles) + uneven)
             tiles_per_cta = -(-all_tiles // grid.ctas)
             output_tiles_per_cta = min(tiles_per_cta, output_tiles_per_cta + uneven)
+        kv_bytes = kv_heads_read * tiles * tiling.tile_bytes
         estimates.append(
             pace.estimate(
-                kv_heads_read * tiles * tiling.tile_bytes,
+                kv_bytes,
                 output_tiles / kv_heads_read,
+                in_clusters or not uneven or kv_bytes <= _BYTES_IN_L2,
                 tiles_per_cta,
                 output_tiles_per_cta,
                 splits,

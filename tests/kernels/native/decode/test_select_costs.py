@@ -34,8 +34,6 @@ COSTS = Costs(
     alone_saved_us=2.5,
     cluster_merge_us=1.0,
     cta_tb_per_s=0.16384,
-    cluster_least_share=0.75,
-    conversion_least_share=0.6,
     equal_within=0.02,
     max_cta_group_size=8,
     idle_share=32,
@@ -43,9 +41,9 @@ COSTS = Costs(
         KernelCost(2, 64, 16, 1, 5.0, 0.4, 1.5),
         KernelCost(2, 128, 8, 1, 1.0, 0.4, 0.5),
         KernelCost(2, 128, 16, 1, 2.0, 0.6, 1.5),
-        KernelCost(2, 128, 16, 2, 3.0, 1.0, 2.0, shared_tile_us=0.5),
-        KernelCost(2, 128, 64, 1, 8.0, 1.2, 3.0),
-        KernelCost(1, 128, 16, 1, 2.0, 0.5, 1.5),
+        KernelCost(2, 128, 16, 2, 3.0, 1.0, 2.0, shared_tile_us=0.5, reread_share=0.2),
+        KernelCost(2, 128, 64, 1, 8.0, 1.2, 3.0, least_share=0.75),
+        KernelCost(1, 128, 16, 1, 2.0, 0.5, 1.5, least_share=0.6),
     ),
 )
 
@@ -64,6 +62,7 @@ class Work(NamedTuple):
     tiles_per_cta: int
     splits: int
     multiprocessors: int
+    shared: bool = True
     output_tiles_per_cta: int = 0
     active_ctas: int = 1 << 20
     in_clusters: bool = False
@@ -73,6 +72,7 @@ class Work(NamedTuple):
 SIZES = (
     "kv_bytes",
     "row_tiles",
+    "shared",
     "tiles_per_cta",
     "splits",
     "output_tiles_per_cta",
@@ -176,16 +176,24 @@ def test_few_ctas_of_warpgroups_are_bound_by_their_products() -> None:
     assert estimate(work, COSTS).tiles_us == pytest.approx(0.75 * 1.2 * work.tiles_per_cta)
 
 
-@pytest.mark.parametrize(("q_item_bytes", "tile_us"), [(2, 0.3), (1, 0.1)])
-def test_few_ctas_are_bound_by_the_conversion_of_e4m3_keys(q_item_bytes: int, tile_us: float) -> None:
-    work = WORK._replace(item_bytes=1, q_item_bytes=q_item_bytes, multiprocessors=132, active_ctas=8)
-    assert estimate(work, COSTS).tiles_us == pytest.approx(tile_us * work.tiles_per_cta)
+def test_few_ctas_are_bound_by_the_conversion_of_e4m3_keys() -> None:
+    work = WORK._replace(item_bytes=1, multiprocessors=132, active_ctas=8)
+    assert estimate(work, COSTS).tiles_us == pytest.approx(0.6 * 0.5 * work.tiles_per_cta)
 
 
-@pytest.mark.parametrize(("row_tiles", "tile_us"), [(1.0, 1.0), (1.5, 0.75), (2.0, 0.5), (8.0, 0.5)])
-def test_row_tiles_of_the_same_keys_take_less_each(row_tiles: float, tile_us: float) -> None:
-    work = WORK._replace(resident=2, row_tiles=row_tiles)
-    assert estimate(work, COSTS).tiles_us == pytest.approx(tile_us * work.tiles_per_cta)
+@pytest.mark.parametrize(
+    ("row_tiles", "shared", "tile_us", "dram_us"),
+    [
+        *((1.0, True, 1.0, 25.0), (1.5, True, 0.75, 25.0), (2.0, True, 0.5, 25.0), (8.0, True, 0.5, 25.0)),
+        *((1.0, False, 1.0, 25.0), (2.0, False, 1.0, 30.0), (6.0, False, 1.0, 50.0)),
+    ],
+)
+def test_row_tiles_of_the_same_keys_take_less_each_if_they_keep_together(
+    row_tiles: float, shared: bool, tile_us: float, dram_us: float
+) -> None:
+    work = WORK._replace(resident=2, row_tiles=row_tiles, shared=shared)
+    made = estimate(work, COSTS)
+    assert (made.tiles_us, made.dram_us) == pytest.approx((tile_us * work.tiles_per_cta, dram_us))
 
 
 def test_merging_many_parts_grows_with_their_rows() -> None:
@@ -217,7 +225,7 @@ def test_a_tile_costs_in_proportion_to_the_nearest_head_below(head_dim: int, us:
 
 
 def test_ctas_that_share_a_multiprocessor_have_costs_of_their_own() -> None:
-    assert COSTS.kernel_us(2, 128, 16, 2) == (3.0, 1.0, 2.0, 0.5)
+    assert COSTS.kernel_us(2, 128, 16, 2) == (3.0, 1.0, 2.0, 0.0, 0.5, 0.2)
 
 
 def test_where_two_ctas_were_not_measured_those_of_one_serve() -> None:
@@ -225,10 +233,8 @@ def test_where_two_ctas_were_not_measured_those_of_one_serve() -> None:
 
 
 def test_one_known_kernel_gives_the_others_of_its_item() -> None:
-    assert (COSTS.kernel_us(1, 128, 8, 1), COSTS.kernel_us(1, 128, 32, 1)) == (
-        (2.0, 0.5, 1.5, 0.5),
-        (2.0, 1.0, 1.5, 1.0),
-    )
+    assert COSTS.kernel_us(1, 128, 8, 1) == (2.0, 0.5, 1.5, 0.6, 0.5, 0.0)
+    assert COSTS.kernel_us(1, 128, 32, 1) == (2.0, 1.0, 1.5, 0.6, 1.0, 0.0)
 
 
 def test_an_item_without_costs_is_named() -> None:
@@ -267,8 +273,6 @@ def test_constants_are_told_by_name() -> None:
         "alone_saved_us": 2.5,
         "cluster_merge_us": 1.0,
         "cta_tb_per_s": 0.16384,
-        "cluster_least_share": 0.75,
-        "conversion_least_share": 0.6,
         "equal_within": 0.02,
         "max_cta_group_size": 8,
         "idle_share": 32,
@@ -285,12 +289,15 @@ def test_constants_are_told_by_name() -> None:
         "tile_us_16bit_d128_rows16_ctas2": 1.0,
         "output_tile_us_16bit_d128_rows16_ctas2": 2.0,
         "shared_tile_us_16bit_d128_rows16_ctas2": 0.5,
+        "reread_share_16bit_d128_rows16_ctas2": 0.2,
         "start_us_16bit_d128_rows64_ctas1": 8.0,
         "tile_us_16bit_d128_rows64_ctas1": 1.2,
         "output_tile_us_16bit_d128_rows64_ctas1": 3.0,
+        "least_share_16bit_d128_rows64_ctas1": 0.75,
         "start_us_8bit_d128_rows16_ctas1": 2.0,
         "tile_us_8bit_d128_rows16_ctas1": 0.5,
         "output_tile_us_8bit_d128_rows16_ctas1": 1.5,
+        "least_share_8bit_d128_rows16_ctas1": 0.6,
     }
 
 
