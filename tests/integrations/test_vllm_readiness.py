@@ -97,6 +97,15 @@ def test_steps_of_mixed_lengths_load_and_allocate_nothing(ready: Any, hopper: Ru
     assert len(standin.calls("cuMemAlloc")) == allocations
 
 
+def test_a_first_step_with_metadata_writes_fast_paths_too(hopper: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, chance, kv_cache = measured(monkeypatch), random.Random(1), cache()
+    run(made, step([1, 1, 1], [4, 5, 6]), kv_cache)
+    before = hopper.stats().fast_paths
+    for _ in range(STEPS // 4):
+        run(made, mixed_step(chance), kv_cache)
+    assert 0 < before == hopper.stats().fast_paths
+
+
 def test_steps_with_drafts_load_and_allocate_nothing(
     hopper: Runtime, standin: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:

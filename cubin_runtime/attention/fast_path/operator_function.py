@@ -28,7 +28,7 @@ from .path import MISS, AnyPath, record_use
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 _MOST = 16  # paths of one operator
-_MOST_OF_FAMILIES = 8
+_MOST_OF_FAMILIES = 16  # engines have prompts of three bounds, whose lengths begin at four places
 _MOST_FAMILIES = 64
 FULL_RUNS = 3  # to build a path takes longer than a call, so calls of a form seen this often get one
 _numbers = count()

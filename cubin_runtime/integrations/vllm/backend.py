@@ -286,6 +286,7 @@ class CubinRuntimeImpl(AttentionImpl[PagedBatch]):  # type: ignore[misc]
         self._options = LayerOptions(self.scale, window_left, soft_cap, None, bool(envs.VLLM_BATCH_INVARIANT))
         config = get_current_vllm_config_or_none()
         self._limits = None if config is None else limits_of(config)
+        self._is_warm = self._limits is None
         self._ranks: Ranks | None = None
         if self.dcp_world_size > 1:
             self._deal_keys(config, sliding_window, kv_sharing_target_layer_name is not None)
@@ -341,8 +342,9 @@ class CubinRuntimeImpl(AttentionImpl[PagedBatch]):  # type: ignore[misc]
             kv_cache = kv_cache.view(torch.float8_e4m3fn)  # vLLM's is of bytes
             if self._options.k_scale is not layer._k_scale or self._options.v_scale is not layer._v_scale:
                 self._options = self._options._replace(k_scale=layer._k_scale, v_scale=layer._v_scale)
-        if attn_metadata is None:
+        if not self._is_warm:
             self._make_ready(query, kv_cache)
+        if attn_metadata is None:
             return output.fill_(0)
         k_cache, v_cache = kv_cache.chunk(2, dim=-1)
         if self._ranks is None:
@@ -353,7 +355,10 @@ class CubinRuntimeImpl(AttentionImpl[PagedBatch]):  # type: ignore[misc]
         return output
 
     def _make_ready(self, query: torch.Tensor, kv_cache: torch.Tensor | None) -> None:
-        """While vLLM measures memory, load kernels and reserve scratch; once there is a cache, write fast paths."""
+        """While vLLM measures memory, load kernels and reserve scratch; once there is a cache, write fast paths.
+
+        vLLM's first step over a cache may have metadata or not, by its version and model.
+        """
         if self._limits is None or (query.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
         if kv_cache is None or not kv_cache.numel():
@@ -364,7 +369,9 @@ class CubinRuntimeImpl(AttentionImpl[PagedBatch]):  # type: ignore[misc]
                 query.new_empty(self._options.scratch.lent, dtype=torch.uint8)  # which vLLM then leaves free
             if self._ranks is not None:
                 hold_a_dealt_step(query, self.dcp_world_size)
-        elif self._ranks is None:
+            return
+        self._is_warm = True
+        if self._ranks is None:
             columns = -(-self._limits.keys // kv_cache.shape[2])
             k_cache, v_cache = kv_cache.chunk(2, dim=-1)
             warm_up(query, k_cache, v_cache, "HND", self._options, self._limits, columns)
