@@ -60,16 +60,22 @@ def reserve(
 
 def warm_up(
     q: Any, k_cache: Any, v_cache: Any, kv_layout: str, options: LayerOptions, limits: Limits, columns: int
-) -> None:
+) -> bool:
     """Run steps of decodes and of prompts over the engine's cache, so that later ones find their fast paths.
 
     They read page 0 and write nothing but an output of their own; ``columns`` are those of the engine's page tables.
     ``q`` has the strides of the queries to come, which are often a part of the rows that a projection wrote.
+
+    Returns:
+        whether they have run, now or for a layer before; False: the stream has no shared scratch, with which later
+        steps would have other paths.
     """
     scratch = shared_scratch(q.device.index or 0)
     done = (*_form(q, options), q.stride(), k_cache.shape, k_cache.stride(), k_cache.dtype)
     if done in scratch.ready:
-        return
+        return True
+    if scratch.of_launch(1, 1, 1) is None:
+        return False
     scratch.ready.add(done)
     rows = min(limits.requests * limits.decode_tokens, limits.tokens)
     table = torch.zeros(rows, columns, dtype=torch.int32, device=q.device)
@@ -96,6 +102,7 @@ def warm_up(
             for part, batch in steps:
                 queries = projected[: part.rows].view(part.rows, *q.shape[1:])
                 attend(queries, k_cache, v_cache, kv_layout, batch, options, out[: part.rows])
+    return True
 
 
 def _with_drafts(table: Any, lengths: Any, sums: Any, rows: int, limits: Limits) -> Iterator[Part]:

@@ -99,6 +99,10 @@ def test_steps_of_mixed_lengths_load_and_allocate_nothing(ready: Any, hopper: Ru
 
 def test_a_first_step_with_metadata_writes_fast_paths_too(hopper: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     made, chance, kv_cache = measured(monkeypatch), random.Random(1), cache()
+    with monkeypatch.context() as patched:  # on a stream where graphs are captured
+        patched.setattr(hopper.memory, "current_stream", lambda like: 7)
+        run(made, step([1, 1, 1], [4, 5, 6]), kv_cache)
+    assert hopper.stats().plans_made == 1, "that of the step alone"
     run(made, step([1, 1, 1], [4, 5, 6]), kv_cache)
     before = hopper.stats().fast_paths
     for _ in range(STEPS // 4):
