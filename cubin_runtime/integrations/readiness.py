@@ -206,7 +206,7 @@ def _few_token_plans(
     for requests, keys in product(_counts(min(limits.requests, limits.tokens)), sorted(limits.prompt_bounds)):
         bounds = {"q_cu_seq_lens": lengths[: requests + 1], "max_q_len": few, "max_seq_len": keys}
         arguments = (*caches, table[:requests], lengths[:requests])
-        for rows in sorted({min(requests << power, limits.tokens) for power in range(few.bit_length())}):
+        for rows in sorted({min(requests * each, limits.tokens) for each in (1, min(2, few), few)}):
             yield plan_paged_decode(queries[:rows], *arguments, queries[:rows], **{**shared, **bounds})
 
 
