@@ -13,7 +13,7 @@ costs=restated(H200, {...}))`` tries others.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -68,7 +68,7 @@ class Costs:
 
     def kernel_us(
         self, item_bytes: int, head_dim: int, rows: int, resident: int, q_item_bytes: int = 2, segments: bool = False
-    ) -> KernelTimes:
+    ) -> KernelCost:
         """The times from the nearest known head_dim below, with those of tiles scaled to this head_dim.
 
         Between known row counts, linear interpolation; beyond them, the times of tiles in proportion to the rows.
@@ -86,25 +86,21 @@ class Costs:
         of_head = [k for k in of_item if k.head_dim == near]
         matching = [k for k in of_head if k.resident == resident] or of_head
         scale = head_dim / near * max(1.0, rows / max(k.rows for k in matching))
-        return KernelTimes(
-            start_us=_between(sorted((k.rows, k.start_us) for k in matching), rows),
-            tile_us=scale * _between(sorted((k.rows, k.tile_us) for k in matching), rows),
-            output_tile_us=_between(sorted((k.rows, k.output_tile_us) for k in matching), rows),
-            least_share=_between(sorted((k.rows, k.least_share) for k in matching), rows),
-            shared_tile_us=scale * _between(sorted((k.rows, k.shared_tile_us or k.tile_us) for k in matching), rows),
-            reread_share=_between(sorted((k.rows, k.reread_share) for k in matching), rows),
+
+        def at_rows(value: Callable[[KernelCost], float]) -> float:
+            return _between(sorted((k.rows, value(k)) for k in matching), rows)
+
+        return KernelCost(
+            *(item_bytes, head_dim, rows, resident),
+            start_us=at_rows(lambda k: k.start_us),
+            tile_us=scale * at_rows(lambda k: k.tile_us),
+            output_tile_us=at_rows(lambda k: k.output_tile_us),
+            q_item_bytes=q_item_bytes,
+            segments=segments,
+            least_share=at_rows(lambda k: k.least_share),
+            shared_tile_us=scale * at_rows(lambda k: k.shared_tile_us or k.tile_us),
+            reread_share=at_rows(lambda k: k.reread_share),
         )
-
-
-class KernelTimes(NamedTuple):
-    """The constants of a kernel, as ``KernelCost`` has them."""
-
-    start_us: float
-    tile_us: float
-    output_tile_us: float
-    least_share: float
-    shared_tile_us: float
-    reread_share: float
 
 
 class Estimate(NamedTuple):

@@ -216,25 +216,28 @@ def test_one_part_needs_no_merge_in_a_cluster() -> None:
     [(4, 1.0, 0.4), (8, 1.0, 0.4), (12, 1.5, 0.5), (16, 2.0, 0.6), (40, 5.0, 0.9), (64, 8.0, 1.2), (128, 8.0, 2.4)],
 )
 def test_a_kernel_costs_by_its_rows(rows: int, start: float, tile: float) -> None:
-    assert COSTS.kernel_us(2, 128, rows, 1)[:2] == pytest.approx((start, tile))
+    kernel = COSTS.kernel_us(2, 128, rows, 1)
+    assert (kernel.start_us, kernel.tile_us) == pytest.approx((start, tile))
 
 
 @pytest.mark.parametrize(("head_dim", "us"), [(32, 0.2), (64, 0.4), (96, 0.6), (128, 0.6), (512, 2.4)])
 def test_a_tile_costs_in_proportion_to_the_nearest_head_below(head_dim: int, us: float) -> None:
-    assert COSTS.kernel_us(2, head_dim, 16, 1)[1] == pytest.approx(us)
+    assert COSTS.kernel_us(2, head_dim, 16, 1).tile_us == pytest.approx(us)
 
 
 def test_ctas_that_share_a_multiprocessor_have_costs_of_their_own() -> None:
-    assert COSTS.kernel_us(2, 128, 16, 2) == (3.0, 1.0, 2.0, 0.0, 0.5, 0.2)
+    shared = {"shared_tile_us": 0.5, "reread_share": 0.2}
+    assert COSTS.kernel_us(2, 128, 16, 2) == KernelCost(2, 128, 16, 2, 3.0, 1.0, 2.0, q_item_bytes=2, **shared)
 
 
 def test_where_two_ctas_were_not_measured_those_of_one_serve() -> None:
-    assert COSTS.kernel_us(2, 64, 16, 2) == COSTS.kernel_us(2, 64, 16, 1)
+    assert COSTS.kernel_us(2, 64, 16, 2) == COSTS.kernel_us(2, 64, 16, 1)._replace(resident=2)
 
 
 def test_one_known_kernel_gives_the_others_of_its_item() -> None:
-    assert COSTS.kernel_us(1, 128, 8, 1) == (2.0, 0.5, 1.5, 0.6, 0.5, 0.0)
-    assert COSTS.kernel_us(1, 128, 32, 1) == (2.0, 1.0, 1.5, 0.6, 1.0, 0.0)
+    few, many = (COSTS.kernel_us(1, 128, rows, 1) for rows in (8, 32))
+    assert (few.start_us, few.tile_us, few.output_tile_us, few.least_share) == (2.0, 0.5, 1.5, 0.6)
+    assert many == few._replace(rows=32, tile_us=1.0, shared_tile_us=1.0)
 
 
 def test_an_item_without_costs_is_named() -> None:
