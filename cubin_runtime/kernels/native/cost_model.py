@@ -2,13 +2,13 @@
 
     time = launch + kernel's start + max(DRAM, L2, tiles and output tiles) + merge
 
-``DRAM`` reads every key and value once; ``L2`` brings them to the multiprocessors once per row tile; ``tiles`` is the
-CTA with the most KV tiles at the pace of its kernel; ``merge`` grows with the splits of an output tile. A kernel's
-start and pace depend on how many of its CTAs share a multiprocessor: two start later, each is slower, both together are
-faster. A cluster that has an output tile for itself starts earlier, as there is no tile space to divide, and merges
-sooner; where few CTAs run, each gets more of the bandwidth, up to a limit. To calibrate, time a kernel on cases of few
-and of many tiles, change the GPU's constants below and compare with the terms of ``Estimate``; ``select_decode(...,
-costs=restated(H200, {...}))`` tries others.
+``DRAM`` reads every key and value once, or a share of them again where row tiles drift apart; ``L2`` brings them to the
+multiprocessors once per row tile; ``tiles`` is the CTA with the most KV tiles at the pace of its kernel; ``merge``
+grows with the splits of an output tile. A kernel's start and pace depend on how many of its CTAs share a
+multiprocessor: two start later, each is slower, both together are faster. A cluster that has an output tile for itself
+starts earlier, as there is no tile space to divide, and merges sooner; where few CTAs run, each gets more of the
+bandwidth, up to a limit. To calibrate, time a kernel on cases of few and of many tiles, change the GPU's constants
+below and compare with the terms of ``Estimate``; ``select_decode(..., costs=restated(H200, {...}))`` tries others.
 """
 
 from __future__ import annotations
