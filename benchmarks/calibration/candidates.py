@@ -64,8 +64,9 @@ class Launch(NamedTuple):
         }
         if mla:
             return MlaSelection(**common)
+        alone = self.ctas == self.cluster_size * self.cta_group_size * self.row_tiles
         bounds = {"min_rows": 0, "max_rows": ANY_ROWS}
-        return DecodeSelection(**common, **bounds, cluster_size=self.cluster_size, microseconds=0.0)
+        return DecodeSelection(**common, **bounds, cluster_size=self.cluster_size, alone=alone, microseconds=0.0)
 
 
 def shape_of(row: Row, bound: int) -> DecodeShape:
@@ -108,7 +109,7 @@ def _decode_launches(kernels: Sequence[NativeKernel], row: Row, device: DeviceFa
                 continue
             extent, tiles = extent_of(tiling, shape, part), -(-row.longest // tiling.tile_tokens)
             for grid in grids_of(tiling, extent, shape, device, costs):
-                for slack in _slacks(grid, tiles, row.batch):
+                for slack in _slacks(grid, tiles):
                     (estimate,) = estimates_of(tiling, extent, grid._replace(slack_tiles=slack), exact, [tiles])
                     found[_launch(kernel, grid, slack)] = estimate.microseconds
     limit = min(found.values()) * _FAR_PREDICTED
@@ -117,10 +118,9 @@ def _decode_launches(kernels: Sequence[NativeKernel], row: Row, device: DeviceFa
             yield launch
 
 
-def _slacks(grid: Grid, longest: int, batch: int) -> tuple[int, ...]:
+def _slacks(grid: Grid, longest: int) -> tuple[int, ...]:
     if grid.cluster_size:
-        alone = batch == 1 and grid.ctas == grid.cluster_size * grid.cta_group_size * grid.row_tiles
-        return (_ALWAYS,) if alone else (_ALWAYS, _NEVER)
+        return (_ALWAYS,) if grid.alone else (_ALWAYS, _NEVER)
     return (0, longest) if longest <= _MOST_WHOLE_TILES else (0,)
 
 

@@ -42,6 +42,7 @@ class Work(NamedTuple):
     active_ctas: int
     in_clusters: bool
     alone: bool
+    has_choice: bool
 
 
 class Sample(NamedTuple):
@@ -85,7 +86,8 @@ def _samples(
         tiling = tiling_of(kernel, shape, part, device, costs)
         recorded = tiling._replace(paces=(_Recorder(),) * tiling.resident)
         names = ("ctas", "resident", "cta_group_size", "row_tiles", "cluster_size", "slack_tiles")
-        grid = Grid(tiles=0, **{name: launch[name] for name in names})
+        alone = launch["ctas"] == launch["cluster_size"] * launch["cta_group_size"] * launch["row_tiles"]
+        grid = Grid(tiles=0, alone=alone, **{name: launch[name] for name in names})
         (work,) = estimates_of(recorded, extent_of(tiling, shape, part), grid, shape, [tiling.tiles])
         pace = {
             "item_bytes": 1 if row.dtype == "e4m3" else 2,

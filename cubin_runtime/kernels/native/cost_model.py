@@ -36,10 +36,11 @@ class Costs:
     ``calibration`` is what they were fitted to. ``l2_tb_per_s`` is the rate of 132 multiprocessors; fewer get less.
     ``merge_us`` is for up to ``merge_parts`` splits of up to ``merge_cells`` numbers (rows times head_dim); the time
     of more is proportional. ``cluster_saved_us`` is by how much earlier a cluster starts, ``alone_saved_us`` that of a
-    single request, which looks at no other length, ``cluster_merge_us`` the time of its merge, ``cta_tb_per_s`` the
-    most bandwidth of one CTA when few run. Predictions that differ by less than the fraction ``equal_within`` count as
-    equal. Neighbouring CTAs read up to ``max_cta_group_size`` KV heads side by side, if at most one CTA in
-    ``idle_share`` idles because of that; as many may idle so that work ranges end at boundaries of output tiles.
+    single request, ``alone_choice_us`` the time that this one takes to choose between its clusters and all CTAs,
+    ``cluster_merge_us`` that of a cluster's merge, ``cta_tb_per_s`` the most bandwidth of one CTA when few run.
+    Predictions that differ by less than the fraction ``equal_within`` count as equal. Neighbouring CTAs read up to
+    ``max_cta_group_size`` KV heads side by side, if at most one CTA in ``idle_share`` idles because of that; as many
+    may idle so that work ranges end at boundaries of output tiles.
     """
 
     gpu: str
@@ -52,6 +53,7 @@ class Costs:
     merge_cells: int
     cluster_saved_us: float
     alone_saved_us: float
+    alone_choice_us: float
     cluster_merge_us: float
     cta_tb_per_s: float
     equal_within: float
@@ -139,6 +141,7 @@ H200 = Costs(
     merge_cells=1023,
     cluster_saved_us=0.12,
     alone_saved_us=1.2,
+    alone_choice_us=0.55,
     cluster_merge_us=0.3,
     cta_tb_per_s=0.0897,
     equal_within=0.02,
@@ -210,6 +213,7 @@ class Pace(NamedTuple):
     merge_parts: float
     cluster_start_us: float
     alone_start_us: float
+    alone_choice_start_us: float
     cluster_merge_us: float
     least_tile_us: float
     reread_share: float
@@ -226,6 +230,7 @@ class Pace(NamedTuple):
         active_ctas: int,
         in_clusters: bool,
         alone: bool,
+        has_choice: bool,
     ) -> Estimate:
         """The terms of a problem's time.
 
@@ -238,18 +243,20 @@ class Pace(NamedTuple):
             splits: the most splits of an output tile.
             active_ctas: those that have any tiles.
             in_clusters: whether each output tile has a cluster.
-            alone: whether there is a single request.
+            alone: whether there is a single request, and no CTAs but those of its clusters.
+            has_choice: whether there is a single request, and there are others.
         """
         start, merge = self.start_us, 0.0
         if in_clusters:
-            start = self.alone_start_us if alone else self.cluster_start_us
+            of_clusters = self.alone_start_us if alone else self.cluster_start_us
+            start = self.alone_choice_start_us if has_choice else of_clusters
         others = max(0.0, row_tiles - 1.0)
         tile = self.tile_us + (self.shared_tile_us - self.tile_us) * (min(1.0, others) if shared else 0.0)
         reads = 1.0 if shared else 1.0 + others * self.reread_share
         # The fewer CTAs share the bandwidth, the less time a tile takes.
         tile = min(tile, max(self.least_tile_us, tile * active_ctas / self.places))
         if splits > 1:
-            merge = self.cluster_merge_us if in_clusters else self.merge_us * max(1.0, splits / self.merge_parts)
+            merge = self.cluster_merge_us if in_clusters else self.split_merge_us(splits)
         return Estimate(
             start,
             kv_bytes * reads / self.read_bytes_per_us,
@@ -257,6 +264,15 @@ class Pace(NamedTuple):
             tiles_per_cta * tile + output_tiles_per_cta * self.output_tile_us,
             merge,
         )
+
+    def split_merge_us(self, splits: int) -> float:
+        """The time to merge so many splits of an output tile through memory."""
+        return self.merge_us * max(1.0, splits / self.merge_parts)
+
+    def even_slack_tiles(self, splits: int) -> int:
+        """The KV tiles beyond an equal share with which a single request's cluster takes as long as ``splits`` CTAs."""
+        saved_us = self.start_us - self.alone_choice_start_us + self.split_merge_us(splits) - self.cluster_merge_us
+        return int(saved_us / self.least_tile_us)
 
 
 def pace_of(
@@ -291,6 +307,7 @@ def pace_of(
         merge_parts=costs.merge_parts / max(1.0, rows * head_dim / costs.merge_cells),
         cluster_start_us=costs.launch_us + kernel.start_us - costs.cluster_saved_us,
         alone_start_us=costs.launch_us + kernel.start_us - costs.alone_saved_us,
+        alone_choice_start_us=costs.launch_us + kernel.start_us - costs.alone_saved_us + costs.alone_choice_us,
         cluster_merge_us=costs.cluster_merge_us,
         least_tile_us=max(alone, kernel.tile_us * kernel.least_share) * of_tile,
         reread_share=kernel.reread_share,

@@ -48,8 +48,20 @@ struct DecodeTiling : Splits {
         return r;
     }
 
-    DEVICE static int cta_group(const Params&) { return blockIdx.z * gridDim.x + blockIdx.x; }
-    DEVICE static int cta_rank(const Params&) { return blockIdx.y; }
+    // Where CTAs in clusters divide the tile space, a group lies within a cluster if its size allows that, and a cluster's
+    // groups lie far apart: then row tiles that read the same keys do so at the same time.
+    DEVICE static bool groups_in_clusters(const Params& p) {
+        const int size = p.cta_group_size;
+        return (size & (size - 1)) == 0 && size <= static_cast<int>(gridDim.x);  // which is a power of two
+    }
+    DEVICE static int cta_group(const Params& p) {
+        if (!groups_in_clusters(p)) return blockIdx.x * gridDim.z + blockIdx.z;
+        const int of_cluster = blockIdx.x >> (31 - __clz(p.cta_group_size));
+        return of_cluster * (gridDim.y * gridDim.z) + blockIdx.z * gridDim.y + blockIdx.y;
+    }
+    DEVICE static int cta_rank(const Params& p) {
+        return groups_in_clusters(p) ? blockIdx.x & (p.cta_group_size - 1) : blockIdx.y;
+    }
     DEVICE static int cta_groups(const Params&) { return gridDim.z * gridDim.x; }
 
     DEVICE static int tile_groups(const Params& p, const Request& r) { return p.head_groups * r.row_tiles; }
@@ -175,11 +187,12 @@ DEVICE WorkRange cluster_work_range(const Params& p) {
     return range;
 }
 
-// Every warp finds the work range by itself. A single request needs no look at the lengths of others.
+// Every warp finds the work range by itself. The clusters of a single request have no choice where there are no others.
 DEVICE WorkRange find_work_range(const Params& p) {
     WorkRange range;
     range.cta_groups = 0;
-    if (p.cluster_size_log2 < 0 || p.batch > 1) range = stream_k::find_work_range<DecodeTiling>(p);
+    if (p.cluster_size_log2 < 0 || static_cast<int>(gridDim.z) > DecodeTiling::max_row_tiles(p))
+        range = stream_k::find_work_range<DecodeTiling>(p);
     if (range.cta_groups == 0) range = cluster_work_range(p);
     return range;
 }

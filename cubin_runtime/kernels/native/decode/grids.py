@@ -24,9 +24,12 @@ _SLACK_TOKENS, _FEW_SLACK_TOKENS, _CLUSTER_SLACK_TOKENS = 1024, 256, 2048
 # Splits of an output tile where output tiles are so few that all CTAs would make more: to merge those takes longer than
 # to read the keys, where the bound is far above the lengths.
 _FEW_SPLITS = (16, 32, 48)
-# Up to this bound a single request's cluster counts as starting sooner: under a longer one it would be chosen for short
-# requests, and lose too much in long ones.
+# Up to this bound a single request's cluster counts as starting sooner where there is no choice: under a longer one it
+# would be chosen for short requests, and lose too much in long ones.
 _ALONE_TOKENS = 16384
+# A single request's kernel of so many rows may have more clusters than output tiles: to merge more rows takes so long
+# that the device's choice would come late.
+_CHOICE_ROWS = 8
 # Keys of requests below the bound, for which a launch is chosen too.
 _SHORTER_TOKENS = (128, 1024)
 # One cluster in so many may idle so that, where requests are long, ranges end at boundaries of output tiles.
@@ -135,7 +138,8 @@ class Grid(NamedTuple):
     """The grid of a launch: its CTAs, those resident on one multiprocessor, and the CTA group size.
 
     ``cluster_size``: the CTAs of a cluster, which split one output tile; 0: the CTAs divide the tile space evenly.
-    ``slack_tiles`` is the kernel's field of that name.
+    ``slack_tiles`` is the kernel's field of that name. ``alone``: a single request has a cluster for each output tile
+    and no other CTAs, so these have no choice.
     """
 
     ctas: int
@@ -145,6 +149,7 @@ class Grid(NamedTuple):
     tiles: int
     cluster_size: int = 0
     slack_tiles: int = 0
+    alone: bool = False
 
 
 class Tiling(NamedTuple):
@@ -252,7 +257,6 @@ def grids_of(tiling: Tiling, extent: Extent, shape: DecodeShape, device: DeviceF
     # Units of work: a KV tile of the tile space, or a split of an output tile.
     units = output_tiles * (tiling.splits or tiling.tiles)
     on_borders = not shape.ragged and (tiling.segments or not shape.batch_invariant)
-    clusters = _cluster_grid(tiling, shape, device)
     grids: list[Grid] = []
     for resident in range(1, tiling.resident + 1):
         if resident > 1 and units <= (resident - 1) * multiprocessors:
@@ -279,36 +283,56 @@ def grids_of(tiling: Tiling, extent: Extent, shape: DecodeShape, device: DeviceF
                 else:
                     grids.append(Grid(even * group_size, resident, group_size, row_tiles, all_tiles, 0, slack))
         grids.append(Grid(groups * group_size, resident, group_size, row_tiles, all_tiles, 0, slack))
+    few: list[Grid] = []
     if shape.batch == 1 and not shape.batch_invariant and output_tiles * _FEW_SPLITS[0] < grids[0].ctas:
-        clusters += _few_splits_grid(tiling, extent, shape, costs, grids[0])
-    return clusters + grids
+        few = _few_splits_grid(tiling, extent, shape, costs, grids[0])
+    return _cluster_grids(tiling, shape, device, (few or grids)[0].ctas) + few + grids
 
 
-def _cluster_grid(tiling: Tiling, shape: DecodeShape, device: DeviceFacts) -> list[Grid]:
+def _cluster_grids(tiling: Tiling, shape: DecodeShape, device: DeviceFacts, ctas: int) -> list[Grid]:
     """As many CTAs per output tile as make one wave with one CTA on each multiprocessor; empty if that does not fit.
 
     The lengths decide on the device whether clusters take the output tiles: where a request is far longer than others,
-    the same CTAs divide the tile space.
+    the same CTAs divide the tile space. A single request has one cluster for each output tile, which leaves no choice,
+    or up to ``ctas`` CTAs.
     """
     row_tiles, tiles, multiprocessors = tiling.row_tiles, tiling.tiles, device.multiprocessors
-    output_tiles = shape.batch * row_tiles * shape.kv_heads
+    needed = shape.batch * row_tiles
+    output_tiles = needed * shape.kv_heads
     if not tiling.tma or shape.batch_invariant or not 0 < output_tiles <= multiprocessors:
         return []
     # A cluster runs on multiprocessors of one GPC, and GPCs differ in size: with one CTA on each, some stay idle.
-    places = multiprocessors if tiling.resident > 1 else multiprocessors * 3 // 4
+    unshared = multiprocessors * 3 // 4
+    places = multiprocessors if tiling.resident > 1 else unshared
     most = max(1, min(places // output_tiles, tiles, CONSTANTS.decode_max_cluster_ctas))
     splits = 1 << most.bit_length() - 1
     if splits == 1 and row_tiles > 1:  # row tiles that read the same keys would drift apart
         return []
-    clusters = shape.batch * row_tiles
-    if shape.batch > 1:
-        # CTAs without a cluster find a place on any multiprocessor.
-        most = (multiprocessors if splits == 1 else places) // (splits * shape.kv_heads)
-        whole = most // clusters * clusters
-        clusters = max(clusters, whole if (most - whole) * _CLUSTER_IDLE_SHARE <= most else most)
-    ctas = splits * shape.kv_heads * clusters
     slack = _CLUSTER_SLACK_TOKENS // tiling.tile_tokens
-    return [Grid(ctas, 1, shape.kv_heads, row_tiles, output_tiles * tiles, splits, slack)]
+    one = Grid(splits * shape.kv_heads, 1, shape.kv_heads, row_tiles, output_tiles * tiles, splits, slack)
+    if shape.batch == 1:
+        alone = one._replace(ctas=one.ctas * row_tiles, alone=True)
+        return [alone, *_choice_grid(tiling, one, (min(unshared, ctas), min(places, ctas)))]
+    # CTAs without a cluster find a place on any multiprocessor.
+    most = (multiprocessors if splits == 1 else places) // one.ctas
+    whole = most // needed * needed
+    clusters = max(needed, whole if (most - whole) * _CLUSTER_IDLE_SHARE <= most else most)
+    return [one._replace(ctas=one.ctas * clusters)]
+
+
+def _choice_grid(tiling: Tiling, one: Grid, limits: Iterable[int]) -> list[Grid]:
+    """More clusters than a single request has output tiles, up to the first of ``limits`` on CTAs that allows any.
+
+    An output tile leaves its cluster once all CTAs, which merge in memory, are faster.
+    """
+    if tiling.rows > _CHOICE_ROWS or one.cluster_size < CONSTANTS.decode_max_cluster_ctas:
+        return []
+    for ctas in limits:
+        clusters = ctas // one.ctas
+        if clusters > one.row_tiles:
+            slack = tiling.paces[0].even_slack_tiles(one.cluster_size * clusters // one.row_tiles)
+            return [one._replace(ctas=one.ctas * clusters, slack_tiles=slack)]
+    return []
 
 
 def _few_splits_grid(tiling: Tiling, extent: Extent, shape: DecodeShape, costs: Costs, whole: Grid) -> list[Grid]:
@@ -338,13 +362,14 @@ def estimates_of(
     # Otherwise its range begins and ends within output tiles.
     groups, blocks = grid.ctas // grid.cta_group_size, output_tiles // grid.cta_group_size
     uneven = 1 if shape.ragged or (blocks % groups and groups % blocks) else 0
-    alone = shape.batch == 1 and tiling.tiles * tiling.tile_tokens <= _ALONE_TOKENS
+    alone = grid.alone and tiling.tiles * tiling.tile_tokens <= _ALONE_TOKENS
+    has_choice = shape.batch == 1 and not grid.alone
     estimates = []
     for tiles in lengths:
         all_tiles, splits = output_tiles * tiles, tiling.splits
         output_tiles_per_cta, active = -(-output_tiles // grid.ctas), min(grid.ctas, all_tiles)
         tiles_per_cta = -(-tiles // size) if size else 0
-        in_clusters = size > 0 and (shape.batch == 1 or tiles_per_cta <= all_tiles // grid.ctas + grid.slack_tiles)
+        in_clusters = size > 0 and (grid.alone or tiles_per_cta <= all_tiles // grid.ctas + grid.slack_tiles)
         if in_clusters:
             splits, active = min(tiles, size), min(all_tiles, output_tiles * size)
         elif splits and not (tiling.segments and output_tiles % grid.ctas == 0):
@@ -367,6 +392,7 @@ def estimates_of(
                 active,
                 in_clusters,
                 alone,
+                has_choice,
             )
         )
     return estimates

@@ -127,10 +127,9 @@ def _launch(
 
 def _regions(selection: DecodeSelection, problem: DecodeProblem, suffix: str) -> tuple[Region, ...]:
     """An output tile is one row tile of a request and KV head."""
-    alone = selection.cluster_size and problem.batch == 1  # its clusters always merge in their shared memory
     output_tiles = problem.batch * selection.row_tiles * problem.kv_heads
     rows = int(selection.kernel.traits["rows"])
-    ctas = 0 if alone else selection.ctas
+    ctas = 0 if selection.alone else selection.ctas  # clusters merge in their shared memory
     slots = ctas * selection.splits if selection.kernel.traits["arithmetic"] == SEGMENTS else None
     sizes = rows * 2 * 4, rows * problem.head_dim * 4
     return scratch_regions(output_tiles, selection.splits, ctas, *sizes, suffix, slots=slots)

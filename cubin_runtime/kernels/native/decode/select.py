@@ -52,7 +52,8 @@ class DecodeSelection(Selection):
 
     ``min_rows`` and ``max_rows`` say which requests it takes. ``cta_group_size`` are the KV heads that neighbouring
     CTAs read side by side, ``cluster_size`` the CTAs of a cluster that has an output tile for itself (0: the CTAs
-    divide the tile space evenly), ``microseconds`` the predicted time at the bounds.
+    divide the tile space evenly), ``alone`` whether these are all CTAs whatever the length, ``microseconds`` the
+    predicted time at the bounds.
     """
 
     min_rows: int
@@ -61,6 +62,7 @@ class DecodeSelection(Selection):
     cluster_size: int
     microseconds: float
     slack_tiles: int = 0
+    alone: bool = False
 
     def grid(self, shape: Any) -> tuple[int, int, int]:
         """Clusters, or CTAs, side by side in groups."""
@@ -173,6 +175,7 @@ def _select(
         row_tiles=best.grid.row_tiles,
         splits=splits_of(best.tiling, best.grid, shape),
         slack_tiles=best.grid.slack_tiles,
+        alone=best.grid.alone,
         microseconds=best.microseconds,
         explain=partial(_explain, candidates, best, shape, part, device, costs),
     )

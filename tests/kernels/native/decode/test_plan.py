@@ -160,6 +160,10 @@ def test_clusters_have_scratch_for_when_a_request_is_far_longer_than_others() ->
     assert sizes(selection(cluster_size=4)) == sizes(selection())
 
 
+def test_clusters_without_a_choice_have_no_scratch_for_partials() -> None:
+    assert sum(sizes(replace(selection(cluster_size=4), alone=True)).values()) == sizes(selection())["status"]
+
+
 def test_a_launch_says_which_requests_it_takes() -> None:
     values = plan(chosen=replace(selection(), min_rows=17, max_rows=40)).values
     assert (values["min_rows"], values["max_rows"]) == (17, 40)

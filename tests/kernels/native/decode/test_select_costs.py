@@ -32,6 +32,7 @@ COSTS = Costs(
     merge_cells=4096,
     cluster_saved_us=1.5,
     alone_saved_us=2.5,
+    alone_choice_us=0.75,
     cluster_merge_us=1.0,
     cta_tb_per_s=0.16384,
     equal_within=0.02,
@@ -67,6 +68,7 @@ class Work(NamedTuple):
     active_ctas: int = 1 << 20
     in_clusters: bool = False
     alone: bool = False
+    has_choice: bool = False
 
 
 SIZES = (
@@ -79,6 +81,7 @@ SIZES = (
     "active_ctas",
     "in_clusters",
     "alone",
+    "has_choice",
 )
 
 
@@ -274,6 +277,7 @@ def test_constants_are_told_by_name() -> None:
         "merge_cells": 4096,
         "cluster_saved_us": 1.5,
         "alone_saved_us": 2.5,
+        "alone_choice_us": 0.75,
         "cluster_merge_us": 1.0,
         "cta_tb_per_s": 0.16384,
         "equal_within": 0.02,
@@ -326,6 +330,11 @@ def test_a_cluster_of_a_single_request_starts_sooner() -> None:
     starts = [estimate(WORK._replace(in_clusters=True, alone=alone), COSTS).fixed_us for alone in (False, True)]
     assert starts == [3.5, 2.5]
     assert estimate(WORK._replace(alone=True), COSTS).fixed_us == 5.0
+
+
+def test_a_single_request_s_clusters_take_time_to_choose_where_there_are_other_ctas() -> None:
+    assert estimate(WORK._replace(in_clusters=True, has_choice=True), COSTS).fixed_us == 3.25
+    assert estimate(WORK._replace(has_choice=True), COSTS).fixed_us == 5.0
 
 
 def test_a_larger_tile_takes_a_cta_the_time_of_its_tokens() -> None:

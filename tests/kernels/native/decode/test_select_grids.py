@@ -24,6 +24,15 @@ from tests.kernels.select_cases import ALL, SHAPE, chosen, fit_of, one, shapes
 from tests.launch.examples import H100, device
 
 EVERY = Part(0, ANY_ROWS, None)
+# KV heads, rows and bounds of single requests with more clusters than output tiles, and their CTAs.
+CHOICES = [
+    (1, 8, 1 << 14, 32),
+    (1, 8, 1 << 17, 48),
+    (2, 8, 1 << 17, 64),
+    (4, 8, 1 << 17, 64),
+    (1, 16, 1 << 17, 96),
+    (1, 32, 1 << 17, 96),
+]
 
 
 def grids(kernel: NativeKernel, shape: DecodeShape) -> list[Grid]:
@@ -111,12 +120,25 @@ def test_a_pair_has_a_cluster_where_little_can_be_lost(batch: int, max_seq_len: 
     assert chosen(batch=batch, max_seq_len=max_seq_len).cluster_size == parts
 
 
-@pytest.mark.parametrize(("max_seq_len", "ctas"), [(1 << 15, 32), (1 << 16, 48), (1 << 17, 48), (1 << 20, 48)])
-def test_one_kv_head_of_many_keys_is_cut_over_so_few_ctas_that_merging_shorter_requests_is_quick(
-    max_seq_len: int, ctas: int
+@pytest.mark.parametrize(("kv_heads", "rows", "max_seq_len", "ctas"), CHOICES)
+def test_a_single_request_s_length_decides_between_clusters_and_few_ctas_that_divide_it(
+    kv_heads: int, rows: int, max_seq_len: int, ctas: int
 ) -> None:
-    made = chosen(batch=1, kv_heads=1, max_seq_len=max_seq_len)
-    assert (made.cluster_size, made.ctas) == (0, ctas)
+    """So few that merging what they computed is quick, and no more than have a multiprocessor each."""
+    chosen_one = chosen(batch=1, kv_heads=kv_heads, group=rows, max_seq_len=max_seq_len)
+    assert (chosen_one.cluster_size, chosen_one.ctas, chosen_one.alone) == (8, ctas, False)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_a_single_request_leaves_its_clusters_where_both_take_as_long(kv_heads: int) -> None:
+    shape = replace(SHAPE, batch=1, kv_heads=kv_heads, max_seq_len=1 << 17)
+    fit = fit_of(chosen(batch=1, kv_heads=kv_heads, max_seq_len=1 << 17))
+    lengths = range(2, 512)
+    extent, grid = extent_of(fit.tiling, shape, EVERY), fit.grid
+    every = estimates_of(fit.tiling, extent, grid, shape, lengths)
+    last = max(i for i in range(len(every) - 1) if every[i].merge_us < every[i + 1].merge_us)
+    (divided,) = estimates_of(fit.tiling, extent, grid._replace(slack_tiles=0), shape, [lengths[last]])
+    assert every[last].microseconds == pytest.approx(divided.microseconds, rel=0.1)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
@@ -134,9 +156,9 @@ def test_batch_invariance_has_all_ctas() -> None:
     assert chosen(batch=1, kv_heads=1, max_seq_len=1 << 17, batch_invariant=True).ctas > 48
 
 
-@pytest.mark.parametrize(("max_seq_len", "cluster_size"), [(1 << 14, 8), (1 << 15, 0)])
-def test_a_single_request_has_a_cluster_while_its_bound_is_short(max_seq_len: int, cluster_size: int) -> None:
-    assert chosen(batch=1, kv_heads=1, max_seq_len=max_seq_len).cluster_size == cluster_size
+@pytest.mark.parametrize(("max_seq_len", "alone"), [(1 << 13, True), (1 << 14, False), (1 << 15, False)])
+def test_a_single_request_has_clusters_alone_while_its_bound_is_short(max_seq_len: int, alone: bool) -> None:
+    assert chosen(batch=1, kv_heads=1, max_seq_len=max_seq_len).alone is alone
 
 
 def test_batch_invariance_has_no_clusters() -> None:
