@@ -99,6 +99,17 @@ def test_a_lock_is_free_after_its_release(tmp_path: Path) -> None:
     waiter.release()
 
 
+def test_a_lock_is_free_after_its_release_though_a_forked_child_has_its_file(tmp_path: Path) -> None:
+    holder, waiter = ShardLock(tmp_path, "a"), ShardLock(tmp_path, "a")
+    assert holder.try_take()
+    assert holder._descriptor is not None
+    of_a_child = os.dup(holder._descriptor)
+    holder.release()
+    assert waiter.try_take()
+    waiter.release()
+    os.close(of_a_child)
+
+
 def test_lock_files_are_at_most_sixteen_and_stay(tmp_path: Path, store: Path) -> None:
     many = make_release(tmp_path / "many", {f"k{n:03}": f"kernel {n}".encode() for n in range(200)})
     many.library(store, many.root).fetch(many.pin)

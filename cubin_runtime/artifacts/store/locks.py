@@ -92,6 +92,8 @@ class ShardLock:
         """Release the lock; the file stays."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
+            with suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_UN)  # else a child that was forked meanwhile goes on holding it
             with suppress(OSError):  # it is closed whatever the call returns, and nothing was written
                 os.close(descriptor)
 
