@@ -122,6 +122,16 @@ def test_an_archive_with_bytes_in_front_is_read(release: Release, tmp_path: Path
     assert ArchiveSource(archive).read(wanted(release)) == release.files[NAME]
 
 
+def test_an_archive_that_nobody_has_any_more_is_closed(release: Release, tmp_path: Path) -> None:
+    source = ArchiveSource(zip_tree(release.root, tmp_path / "x.zip"))
+    source.read(wanted(release))
+    assert source._descriptor is not None
+    place = Path(f"/proc/self/fd/{source._descriptor}")
+    assert place.resolve() == tmp_path / "x.zip"
+    del source
+    assert place.resolve() != tmp_path / "x.zip"
+
+
 def test_an_archive_without_the_file_says_so(release: Release, tmp_path: Path) -> None:
     with pytest.raises(NotHereError, match="has no made/fmha/none"):
         ArchiveSource(zip_tree(release.root, tmp_path / "x.zip")).read(wanted(release, "none"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -25,6 +26,7 @@ class ArchiveSource:
         self.label = str(file)
         self._lock = threading.RLock()
         self._descriptor: int | None = None
+        self._closing: weakref.finalize[[int], ArchiveSource] | None = None
         self._directory = ZipDirectory({}, frozenset())
         self._manifests: tuple[str, ...] = ()
         self._prefixes: dict[ArtifactPath, str | None] = {}
@@ -49,6 +51,7 @@ class ArchiveSource:
                 raise SourceError(str(error)) from None
             self._manifests = tuple(n for n in self._directory.places if n.rpartition("/")[2] == MANIFEST_NAME)
             self._descriptor = descriptor
+            self._closing = weakref.finalize(self, os.close, descriptor)  # a library that goes away closes nothing
             return descriptor
 
     def _prefix(self, folder: ArtifactPath) -> str | None:
@@ -116,9 +119,9 @@ class ArchiveSource:
     def close(self) -> None:
         """Close the archive."""
         with self._lock:
-            if self._descriptor is not None:
-                os.close(self._descriptor)
-                self._descriptor = None
+            if self._closing is not None:
+                self._closing()
+                self._descriptor = self._closing = None
 
 
 def _tails(folder: str) -> Iterator[str]:
