@@ -233,6 +233,26 @@ def resumable(breaks_after: int = 0, tag: str = '"1"', sends: Callable[[int, int
     return act
 
 
+def rest_in_chunks(pause: float) -> Action:
+    """The rest that is asked for, in 20 chunks with a pause behind each."""
+
+    def act(handler: Handler, body: bytes) -> None:
+        first = int(handler.headers["Range"].removeprefix("bytes=").removesuffix("-"))
+        handler.send_response(206)
+        handler.send_header("Content-Range", f"bytes {first}-{len(body) - 1}/{len(body)}")
+        handler.send_header("Transfer-Encoding", "chunked")
+        handler.end_headers()
+        size = -(-(len(body) - first) // 20)
+        for start in range(first, len(body), size):
+            piece = body[start : start + size]
+            handler.wfile.write(b"%x\r\n%s\r\n" % (len(piece), piece))
+            handler.wfile.flush()
+            time.sleep(pause)
+        handler.wfile.write(b"0\r\n\r\n")
+
+    return act
+
+
 def status(code: int, **headers: str) -> Action:
     def act(handler: Handler, body: bytes) -> None:
         handler.answer(code, b"no", **headers)

@@ -39,6 +39,7 @@ from tests.artifacts.serving import (
     ok,
     redirect,
     reset,
+    rest_in_chunks,
     resumable,
     status,
     truncated,
@@ -424,6 +425,21 @@ def test_a_large_body_that_broke_off_is_continued(release: Release, server: Faul
     server.fault(NAME, resumable(breaks_after=3 * MEBIBYTE), resumable())
     assert read_twice(release, server, len(large)) == large
     assert ranges_asked(release, server) == [None, f"bytes={3 * MEBIBYTE}-"]
+
+
+def test_the_rest_of_a_body_may_come_in_chunks_and_counts_towards_the_least_rate(
+    release: Release, server: FaultyServer, large: bytes
+) -> None:
+    server.fault(NAME, resumable(breaks_after=3 * MEBIBYTE), rest_in_chunks(0.05))
+    ticks: list[None] = []
+    limits = replace(PATIENT_LIMITS, window=0.2)
+    source = HttpSource(parse_source(server.url), limits, tick=lambda: ticks.append(None))
+    asked = replace(wanted(release), limit=len(large))
+    with pytest.raises(RetryableError):
+        source.read(asked)
+    before = len(ticks)
+    assert source.read(asked) == large
+    assert len(ticks) > before + 10
 
 
 def test_a_body_may_break_off_several_times(release: Release, server: FaultyServer, large: bytes) -> None:

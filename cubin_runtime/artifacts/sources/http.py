@@ -186,7 +186,7 @@ def _receive(response: Response, where: str, whole: io.BytesIO, size: int) -> by
         if len(data) == size:
             return data  # nearly always
         whole.write(data)
-    while whole.tell() < size and (data := response.read(min(_PIECE, size - whole.tell()))):
+    while whole.tell() < size and (data := _next_piece(response, min(_PIECE, size - whole.tell()))):
         whole.write(data)
     if whole.tell() != size:
         raise RetryableError(f"{where}: the body is truncated: it ended after {whole.tell()} of {size} bytes")
@@ -194,13 +194,21 @@ def _receive(response: Response, where: str, whole: io.BytesIO, size: int) -> by
 
 
 def _receive_to_the_end(response: Response, where: str, whole: io.BytesIO, limit: int) -> bytes:
-    while data := response.read1(_PIECE):
-        if response.chunked:
-            response.pace.count(len(data))
+    while data := _next_piece(response, _PIECE):
         whole.write(data)
         if whole.tell() > limit:
             raise TooMuchError(f"{where}: sends more than {limit} bytes")
     return whole.getvalue()
+
+
+def _next_piece(response: Response, most: int) -> bytes:
+    """The next bytes of a body; only here it is known what of a chunked one is payload."""
+    if response.length is not None:
+        return response.read(most)
+    data = response.read1(most)
+    if response.chunked:
+        response.pace.count(len(data))
+    return data
 
 
 def _check_status(response: Response, where: str, *, asked_for_rest: bool) -> None:
