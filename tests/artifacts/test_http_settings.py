@@ -15,7 +15,7 @@ from cubin_runtime.artifacts.sources.source import FileRequest, parse_source
 from cubin_runtime.config import Network
 from cubin_runtime.errors import SourceError
 from tests.artifacts.releases import PATIENT_LIMITS, Release
-from tests.artifacts.serving import FaultyServer, redirect, serving
+from tests.artifacts.serving import FaultyServer, redirect, serving, slow
 from tests.artifacts.tls import make_tls, write_netrc
 
 NAME = "fmha/prefill.cubin"
@@ -134,6 +134,13 @@ def test_a_configured_timeout_is_for_connection_headers_and_silence() -> None:
     limits = HttpLimits.of(Network(timeout=3.0))
     assert (limits.connect, limits.headers, limits.silence) == (3.0, 6.0, 3.0)
     assert HttpLimits.of(Network()) == HttpLimits()
+
+
+@pytest.mark.parametrize("timeout", [4294967.3, 1e300])
+def test_a_timeout_that_no_socket_takes_is_a_long_one(release: Release, server: FaultyServer, timeout: float) -> None:
+    limits = HttpLimits.of(Network(timeout=timeout))
+    server.fault(NAME, slow(0.1))
+    assert HttpSource(parse_source(server.url), limits).read(wanted(release)) == release.files[NAME]
 
 
 def test_configured_retries_are_attempts_after_the_first() -> None:

@@ -11,6 +11,8 @@ from ...errors import SourceError
 from ...values import dataclass
 from .source import RetryableError
 
+LONGEST_SECONDS = 86400.0  # a socket counts milliseconds in 32 bits, and beyond them waits for no time at all
+
 
 @dataclass(frozen=True, slots=True)
 class HttpLimits:
@@ -31,8 +33,10 @@ class HttpLimits:
     @classmethod
     def of(cls, network: Network) -> HttpLimits:
         """The defaults, or what was configured."""
-        silence = network.timeout
-        return cls() if silence is None else cls(connect=silence, headers=2 * silence, silence=silence)
+        if network.timeout is None:
+            return cls()
+        silence = min(network.timeout, LONGEST_SECONDS)
+        return cls(connect=silence, headers=2 * silence, silence=silence)
 
 
 class Pace:
