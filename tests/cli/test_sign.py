@@ -193,12 +193,21 @@ def test_a_key_needs_the_name_of_a_file(capsys: pytest.CaptureFixture[str]) -> N
     assert "expected the name of a new file" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ['a"b.toml', "a\\b.toml", "a\nb.toml"], ids=ascii)
+@pytest.mark.parametrize("name", ['a"b.toml', "a\\b.toml", "a\nb.toml", "\U0001f600.toml"], ids=ascii)
 def test_a_file_of_any_name_is_signed(checked: Release, key: Path, name: str, environment: Path) -> None:
     file = environment / name
     file.write_bytes(checked.pin_file.read_bytes())
     assert main(["sign", str(file), "--key", str(key)]) == 0
     assert read_toml(file.read_bytes(), name)["signed"]["file"] == name
+
+
+def test_a_name_that_is_no_text_is_refused(
+    checked: Release, key: Path, environment: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = environment / "\udcff.toml"
+    file.write_bytes(checked.pin_file.read_bytes())
+    assert main(["sign", str(file), "--key", str(key)]) == 2
+    assert "expected a name in UTF-8" in capsys.readouterr().err
 
 
 def test_a_folder_in_place_of_the_signature_leaves_the_file_as_it_was(

@@ -148,12 +148,13 @@ def format_pin(pin: Pin) -> str:
         if isinstance(value, int):
             lines.append(f"{field.name} = {value}")
         elif isinstance(value, tuple):
-            lines.append(f"{field.name} = [{', '.join(_quoted(item) for item in value)}]")
+            lines.append(f"{field.name} = [{', '.join(quoted(item) for item in value)}]")
         else:
-            lines.append(f"{field.name} = {_quoted(str(value))}")
+            lines.append(f"{field.name} = {quoted(str(value))}")
     return "\n".join(lines) + "\n"
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
+    """A text as a string of TOML."""
     escaped = "".join(f"\\u{ord(c):04x}" if c < " " or c in '"\\\x7f' else c for c in text)
     return f'"{escaped}"'

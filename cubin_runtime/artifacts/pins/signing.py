@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 import os
 import re
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from ...values import dataclass
 from ..atomic_write import changing, replacing, write_all
 from ..bounded_read import digest_of
 from .bounded_toml import read_toml
-from .pin import parse_pins
+from .pin import parse_pins, quoted
 from .signatures import MAX_KEY_FILE_BYTES, SIGNATURE_SUFFIX, read_pin_file, read_small_file
 from .signed_statement import MAX_VERSION, STATEMENT, SignatureError, read_statement
 
@@ -93,7 +92,7 @@ def sign_pin_file(
         expires: a time to come, with a time zone; None: as the file states.
 
     Raises:
-        UsageError: there is no key, or the version or the expiry is outside its domain.
+        UsageError: there is no key, or the version, the expiry or the file's name is outside its domain.
         PinError: the file is not a pin file.
         SignatureError: a key cannot be read, or the package ``cryptography`` is missing.
         StoreError: a file cannot be written.
@@ -103,6 +102,10 @@ def sign_pin_file(
     if expires is not None and not _has_zone(expires):
         raise UsageError(f"expires {expires.isoformat()}: expected a time zone, for example 2027-01-31T00:00:00Z")
     private = [_private_key(key) for key in keys]
+    try:
+        file.name.encode()
+    except UnicodeEncodeError:
+        raise UsageError(f"{file}: expected a name in UTF-8, as the file states its name") from None
     read_pin_file(file, ())  # else a lock would be left beside no file
     try:
         with changing(file):
@@ -126,7 +129,7 @@ def _signed(file: Path, private: Sequence[Ed25519PrivateKey], version: int | Non
         raise UsageError(
             f"expires {until.isoformat()}: is past, so that hosts would refuse the file; expected a later time"
         )
-    header = [f"[{STATEMENT}]", f"file = {json.dumps(file.name)}", f"version = {version}"]
+    header = [f"[{STATEMENT}]", f"file = {quoted(file.name)}", f"version = {version}"]
     if until is not None:
         header.append(f"expires = {until.isoformat()}")
     signed = ("\n".join(header) + "\n\n" + _TABLE.sub("", data.decode() + "\n").strip("\n") + "\n").encode()
