@@ -12,7 +12,7 @@ from cubin_runtime.artifacts.path import ArtifactPath
 from cubin_runtime.artifacts.pins import bounded_toml
 from cubin_runtime.artifacts.pins import pin_set as pin_set_module
 from cubin_runtime.artifacts.pins.pin import Pin, format_pin, parse_pins, read_manifest
-from cubin_runtime.artifacts.pins.pin_file import add_pin, make_pin
+from cubin_runtime.artifacts.pins.pin_file import add_group, add_pin, make_pin
 from cubin_runtime.artifacts.pins.pin_set import PinSet
 from cubin_runtime.errors import PinError
 from tests.artifacts.releases import make_release, manifest_of
@@ -220,3 +220,17 @@ def test_toml_that_costs_more_than_any_pin_file_is_refused_unparsed(
 def test_bounds_do_not_count_what_stands_in_strings_and_comments() -> None:
     text = format_pin(PIN).replace('licence = "', 'licence = "' + "[" * 20 + "a." * 20 + "9" * 200)
     assert len(parse_pins(f"# {'[' * 20}\n{text}".encode(), "pins.toml")) == 1
+
+
+def test_a_file_that_takes_no_table_at_its_end_stays_as_it_is(tmp_path: Path) -> None:
+    file = tmp_path / "pins.toml"
+    in_one_line = ", ".join(format_pin(PIN).replace("[[pin]]\n", "").splitlines())
+    file.write_text(f"pin = [{{{in_one_line}}}]\n")
+    before = file.read_text()
+    pin_set = PinSet.from_files(None, file)
+    pin = make_pin(manifest_of({"x": b"1"}), ArtifactPath("new/x"), "origin")
+    with pytest.raises(PinError, match="does not take the table of 'new-x' at its end"):
+        add_pin(file, pin, pin_set)
+    with pytest.raises(PinError, match="does not take the table of 'new-x' at its end"):
+        add_group(file, [pin], pin_set)
+    assert file.read_text() == before

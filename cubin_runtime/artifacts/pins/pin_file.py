@@ -64,7 +64,8 @@ def add_pin(file: Path, pin: Pin, pin_set: PinSet, options: Collection[str] = ()
     change the file at the same time do so one after another.
 
     Raises:
-        PinError: another pin disagrees, the one that is there differs in ``options``, or the file cannot be written.
+        PinError: another pin disagrees, the one that is there differs in ``options``, or the file cannot be written or
+            takes no table at its end.
     """
     with _changed_alone(file):
         text = _read(file) if _is_there(file) else ""
@@ -75,7 +76,7 @@ def add_pin(file: Path, pin: Pin, pin_set: PinSet, options: Collection[str] = ()
             _refuse_to_change(there, pin, options)
             return False
         PinSet([*((one, now.origin(one)) for one in now), (pin, str(file))])
-        replace_file(file, (text + ("\n" if text else "") + format_pin(pin)).encode())
+        replace_file(file, _with([pin], text, file).encode())
     return True
 
 
@@ -85,7 +86,7 @@ def add_group(file: Path, pins: Sequence[Pin], pin_set: PinSet) -> tuple[Pin, ..
     A release that is pinned already with the same digest keeps its name and all else, and joins the group.
 
     Raises:
-        PinError: a pin that is there disagrees, or the file cannot be written.
+        PinError: a pin that is there disagrees, or the file cannot be written or takes no table at its end.
     """
     with _changed_alone(file):
         text = _read(file) if _is_there(file) else ""
@@ -99,7 +100,7 @@ def add_group(file: Path, pins: Sequence[Pin], pin_set: PinSet) -> tuple[Pin, ..
                 added.append(pin)
         PinSet([*((one, now.origin(one)) for one in now), *((one, str(file)) for one in added)])
         if added:
-            replace_file(file, "\n".join([text, *map(format_pin, added)]).lstrip("\n").encode())
+            replace_file(file, _with(added, text, file).encode())
     return tuple(added)
 
 
@@ -143,6 +144,17 @@ def remove_group(file: Path, group: str) -> tuple[Pin, ...]:
             raise PinError(f"{file}: has no pin of the group {group!r}; remove it from the file that has it")
         replace_file(file, _without(gone, text, file).encode())
     return gone
+
+
+def _with(added: Sequence[Pin], text: str, file: Path) -> str:
+    """The text of a pin file and behind it the tables of further pins."""
+    whole = "\n".join([*filter(None, [text]), *map(format_pin, added)])
+    try:
+        parse_pins(whole.encode(), str(file))
+    except PinError as error:  # its pins are an array in one line, or it would be too long to be read
+        names = ", ".join(repr(pin.name) for pin in added)
+        raise PinError(f"{file}: does not take the table of {names} at its end; add it by hand: {error}") from None
+    return whole
 
 
 def _without(gone: Sequence[Pin], text: str, file: Path) -> str:
