@@ -23,6 +23,15 @@ class AuditLog:
     def __init__(self, file: Path | None) -> None:
         self._file = file
 
+    def check(self) -> None:
+        """Check that the file can be written, before anything is changed that will have to be recorded.
+
+        Raises:
+            StoreError: it cannot.
+        """
+        if self._file is not None:
+            self._append(b"")
+
     def write(self, event: str, **facts: object) -> None:
         """Append one line.
 
@@ -33,11 +42,14 @@ class AuditLog:
             return
         now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
         common = {"time": now, "pid": os.getpid(), "user": os.getuid(), "event": event}
-        line = json.dumps({**common, **facts}) + "\n"
+        self._append((json.dumps({**common, **facts}) + "\n").encode())
+
+    def _append(self, line: bytes) -> None:
+        assert self._file is not None
         try:
             handle = os.open(self._file, _APPEND, 0o640)
             try:
-                _append(handle, line.encode())
+                _append(handle, line)
             finally:
                 os.close(handle)
         except OSError as error:

@@ -20,7 +20,7 @@ from .fetch.loader import Artifact, ArtifactLoader, listed_digest
 from .fetch.pinned_manifests import PinnedManifests, manifest_request
 from .manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest
 from .path import ArtifactPath
-from .pins.pin import Pin, read_manifest
+from .pins.pin import Pin
 from .pins.pin_set import PinSet, refuse_trust_in_store
 from .sources.failover import FetchPolicy
 from .sources.http_pace import HttpLimits
@@ -228,6 +228,7 @@ class Library:
         if dry_run and missing:
             self._sources.read(self._sources.specs(pin), manifest_request(pin))  # or a fetch would fail
         if not dry_run and missing:
+            self.audit.check()
             self.store.check_writable()
             self.store.check_room(about, len(missing))
             with suppress(OSError):  # housekeeping, which no fetch depends on
@@ -297,7 +298,8 @@ class Library:
             raise UsageError(f"tree {spec.label!r}: expected a directory, a .zip or .whl, or 'package'")
         source = self._sources.local(spec)
         try:
-            manifest = read_manifest(pin, source.read(manifest_request(pin, any_digest=True)), source.label)
+            data = source.read(manifest_request(pin, any_digest=True))
+            manifest = self._manifests.keep(pin, data, source.label)
         except NotHereError as error:
             raise MissingError(f"{source.label}: no manifest of {pin.name!r}: {error}") from None
         chosen = self._chosen(pin, manifest, paths)

@@ -53,14 +53,14 @@ def gc(
     """
     from ..artifacts.library import Library
     from ..artifacts.releases.gc import collect, collect_leftovers, collect_unreferenced
+    from ..artifacts.releases.targets import whole_release
 
     if not releases and not temps and not unreferenced:
         raise UsageError("gc: expected releases, --temps or --unreferenced")
     library = Library(options.make_config(store, source, pins, True))
-    targets = [library.pins.get(name) for name in releases or ()]
-    for name, pin in zip(releases or (), targets, strict=True):
-        if name.rstrip("/") not in (pin.name, pin.path.text):
-            raise UsageError(f"gc {name!r}: lies in {pin.name!r}; expected a whole release")
+    targets = [whole_release(library, name) for name in releases or ()]
+    if not dry_run:
+        library.audit.check()
     seconds = older_than * 3600
     collected = collect(library, targets, dry_run=dry_run) if targets else None
     leftovers = collect_leftovers(library.store, older_than=seconds, dry_run=dry_run) if temps else None

@@ -103,9 +103,11 @@ def pin(
         _show(new, json, written=None, error=refused)
         raise refused
     file = user_pins_path()
+    library.audit.check()
     details = {"name": name, "abi": abi, "licence": licence, "max_file_bytes": max_file_bytes}
     written = add_pin(file, new, library.pins, [field for field, value in details.items() if value is not None])
-    library.audit.write("pin", release=new.name, path=new.path.text, sha256=new.manifest_sha256, file=str(file))
+    if written:
+        library.audit.write("pin", release=new.name, path=new.path.text, sha256=new.manifest_sha256, file=str(file))
     _show(new, json, written=str(file) if written else "already pinned")
     if data is None:
         output.note_line("offline, so the manifest was not looked at; the first fetch compares it with this digest")
@@ -158,6 +160,7 @@ def unpin(
     config = options.make_config(store, None, pins, True)
     _refuse_where_signed(config)
     library = Library(config)
+    library.audit.check()
     file = user_pins_path()
     if library.pins.group(target):
         removed = remove_group(file, target)
@@ -190,6 +193,7 @@ def _pin_flashinfer(place: str, config: Config, json: bool) -> None:
     versions = flashinfer_pins(place if place == INSTALLED else str(local_path(place, "--from-flashinfer")))
     file = user_pins_path()
     library = Library(config)
+    library.audit.check()
     added = add_group(file, versions.pins, library.pins)
     for new in added:
         library.audit.write("pin", release=new.name, path=new.path.text, sha256=new.manifest_sha256, file=str(file))

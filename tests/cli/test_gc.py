@@ -150,3 +150,12 @@ def test_a_fresh_damaged_object_is_said_to_stay_an_hour(
     assert "0 temporary files and 0 damaged objects of over 1 hour removed" in capsys.readouterr().out
     assert main(["gc", "--temps", "--older-than", "0"]) == 0
     assert "0 temporary files and 1 damaged object removed" in capsys.readouterr().out
+
+
+def test_nothing_is_removed_that_cannot_be_recorded(
+    two: tuple[Release, Release], store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = visible_files(store)
+    monkeypatch.setenv("CUBIN_RUNTIME_AUDIT", str(store / "missing" / "audit.jsonl"))
+    assert main(["gc", "old-1.0"]) == 8
+    assert visible_files(store) == before

@@ -277,3 +277,20 @@ def test_a_relative_source_is_kept_as_an_absolute_one(
     assert kept.sources == (str(release.root),)
     monkeypatch.chdir(tmp_path / "config")
     assert main(["fetch", kept.name]) == 0
+
+
+def test_no_pin_is_changed_that_cannot_be_recorded(
+    pinned: Release, pin_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = pin_file.read_text()
+    monkeypatch.setenv("CUBIN_RUNTIME_AUDIT", str(tmp_path / "missing" / "audit.jsonl"))
+    assert main(["unpin", "made/fmha"]) == 8
+    assert main(["pin", "other/fmha", "--sha256", "1" * 64, "--offline"]) == 8
+    assert pin_file.read_text() == before
+
+
+def test_only_changes_of_pins_are_recorded(pinned: Release, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    audit = tmp_path / "audit.jsonl"
+    monkeypatch.setenv("CUBIN_RUNTIME_AUDIT", str(audit))
+    assert pin(pinned, "--sha256", pinned.pin.manifest_sha256) == 0
+    assert audit.read_text() == ""

@@ -58,6 +58,10 @@ class PinnedManifests:
             if (failed := next((reason for reason in reasons if isinstance(reason, SourceError)), None)) is not None:
                 raise SourceError(f"the manifest of {pin.name!r} is not available locally: {failed}; {how}")
             raise MissingError(f"the manifest of {pin.name!r} is not available locally; {how}")
+        return self.keep(pin, data, origin)
+
+    def keep(self, pin: Pin, data: bytes, origin: str) -> Manifest:
+        """Return the manifest in some bytes, from now on that of ``of``; errors as ``read_manifest``."""
         manifest = read_manifest(pin, data, origin)
         with self._lock:
             self._bytes[pin.manifest_sha256] = data

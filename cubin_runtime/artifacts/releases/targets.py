@@ -47,6 +47,19 @@ def resolved(library: Library, target: str) -> str:
     return names[0]
 
 
+def whole_release(library: Library, target: str) -> Pin:
+    """The pin that a target names, for what is done with whole releases alone.
+
+    Raises:
+        PinError: it is neither a pin, nor a path that a pin covers.
+        UsageError: it is only a part of a release.
+    """
+    pin = library.pins.get(target)
+    if target.rstrip("/") not in (pin.name, pin.path.text):
+        raise UsageError(f"{target!r}: lies in {pin.name!r}, expected a whole release")
+    return pin
+
+
 def expanded(
     library: Library, targets: Sequence[str], kernel_filter: KernelFilter, cpu: str | None = None
 ) -> list[tuple[str, KernelFilter]]:
