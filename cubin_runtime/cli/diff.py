@@ -30,11 +30,13 @@ def diff(
     """Show which kernels differ between two releases."""
     from ..artifacts.library import Library
     from ..artifacts.releases.comparison import compare_releases
+    from ..artifacts.releases.targets import whole_release
     from ..artifacts.tables.kernel_filter import KernelFilter
 
     kernel_filter = KernelFilter.from_words(sm, family, dtype, head_dim, match)
     library = Library(options.make_config(store, source, pins, offline))
-    changes = compare_releases(library, library.pins.get(old), library.pins.get(new), kernel_filter)
+    before, after = (whole_release(library, name) for name in (old, new))
+    changes = compare_releases(library, before, after, kernel_filter)
     del library  # frees its manifests before the output is built
     if json:
         output.emit_json("diff", asdict(changes))

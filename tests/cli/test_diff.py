@@ -60,3 +60,11 @@ def test_without_metadata_names_and_digests_are_compared(
 )
 def test_what_cannot_be_compared_has_its_code(two: tuple[Release, Release], arguments: list[str], code: int) -> None:
     assert main(["diff", *arguments]) == code
+
+
+@pytest.mark.parametrize("names", [("old/fmha/gone", "new-1.0"), ("old-1.0", "new/fmha/come")])
+def test_a_part_of_a_release_is_not_compared(
+    two: tuple[Release, Release], names: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["diff", *names]) == 2
+    assert "expected a whole release" in capsys.readouterr().err
