@@ -83,7 +83,7 @@ def fetch(
     library = library or open_library()
     pin, name = _pin_of(library, target)
     paths = chosen(library, pin, name, _filter(sm, family, dtype, head_dim, match))
-    report = _counter(progress, len(paths))
+    report = _counter(progress, lambda: len(paths))
     return library.fetch(pin, paths, jobs=jobs, dry_run=dry_run, progress=report)
 
 
@@ -155,7 +155,10 @@ def verify(
     kernel_filter = _filter(sm, family, dtype, head_dim, match)
     whole = kernel_filter.is_empty and name in (pin.name, pin.path.text)
     paths = None if whole else chosen(library, pin, name, kernel_filter)
-    total = pin.files if paths is None else len(paths)
+
+    def total() -> int:  # known once the manifest is, with which a verification begins
+        return len(library.manifest(pin, network=False).digests if paths is None else paths)
+
     place = None if tree is None else str(tree)
     report = library.verify(pin, paths, complete=complete, tree=place, progress=_counter(progress, total))
     report.raise_problems()
@@ -194,7 +197,7 @@ def _words(words: str | Sequence[str] | None) -> list[str] | None:
     return None if words is None else [words] if isinstance(words, str) else list(words)
 
 
-def _counter(progress: Callable[[int, int], None] | None, total: int) -> Callable[[int], None] | None:
+def _counter(progress: Callable[[int, int], None] | None, total: Callable[[], int]) -> Callable[[int], None] | None:
     """Return the function that counts steps and reports their sum."""
     if progress is None:
         return None
@@ -203,6 +206,6 @@ def _counter(progress: Callable[[int, int], None] | None, total: int) -> Callabl
     def advance(step: int) -> None:
         nonlocal done
         done += step
-        progress(done, total)
+        progress(done, total())
 
     return advance

@@ -117,6 +117,8 @@ def verify_store(
     present, odd = store.look(manifest.digests[path] for path in paths)
     chosen = [path for path in paths if manifest.digests[path] in present or manifest.digests[path] in odd]
     chosen.sort(key=lambda path: manifest.digests[path])
+    if progress is not None and len(chosen) < len(paths):
+        progress(len(paths) - len(chosen))
     buffers = threading.local()
     limit = pin.max_file_bytes
 

@@ -264,12 +264,12 @@ def several(count: float, word: str) -> str:
 
 
 @contextmanager
-def progress(description: str, total: int, unit: str = "files") -> Iterator[Callable[[int], None]]:
+def progress(description: str, total: int | None, unit: str = "files") -> Iterator[Callable[[int], None]]:
     """A bar on the standard error stream, shown only where that is a terminal.
 
     Args:
         description: what is being done, in two or three words.
-        total: how many ``unit`` there are; ``"bytes"`` is shown as sizes with a speed.
+        total: how many ``unit`` there are, None if that is not known; ``"bytes"`` is shown as sizes with a speed.
         unit: what is counted.
 
     Yields:

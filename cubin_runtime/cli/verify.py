@@ -58,7 +58,7 @@ def verify(
         whole = target_filter.is_empty and target.rstrip("/") in (pin.name, pin.path.text)
         for place in tree or (None,):
             if whole:
-                paths, total = None, pin.files
+                paths, total = None, pin.files or None
             else:
                 paths = chosen(library, pin, target, target_filter)
                 total = len(paths)

@@ -8,9 +8,19 @@ from pathlib import Path
 import pytest
 
 import cubin_runtime
-from cubin_runtime import Config, CorruptError, ExtraError, Library, MissingError, PinError, SourceError, UsageError
+from cubin_runtime import (
+    Config,
+    CorruptError,
+    ExtraError,
+    Library,
+    MissingError,
+    PinError,
+    SourceError,
+    StoreError,
+    UsageError,
+)
 from tests.artifacts.children import run_child
-from tests.artifacts.releases import Release, make_release
+from tests.artifacts.releases import Release, make_release, visible_files
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 NAME = "fmha/decode.cubin"
@@ -245,3 +255,31 @@ def test_a_line_that_does_not_fit_on_the_disk_leaves_no_part_in_the_audit_log(tm
     done = run_child(FULL_DISK, tmp_path / "audit.jsonl", room)
     assert "the audit log cannot be written: File too large" in done.stdout, done.stderr
     assert [line["path"] for line in lines_of(tmp_path / "audit.jsonl")] == ["first", "last"]
+
+
+@pytest.mark.parametrize("in_store", [True, False])
+def test_progress_of_a_verification_ends_with_the_number_of_files(
+    release: Release, library: Library, tmp_path: Path, in_store: bool
+) -> None:
+    """Though two files were never fetched, and the pin does not state how many there are."""
+    release.pin_file.write_text(release.pin_file.read_text().replace("files = 3", "files = 0"))
+    cubin_runtime.fetch("made-1.0", match="*/decode*", library=library)
+    tree = None if in_store else release.root
+    sources = (str(release.root),) if in_store else ()
+    config = Config(tmp_path / "store", sources=sources, pin_files=(release.pin_file,), offline=True)
+    seen: list[tuple[int, int]] = []
+    cubin_runtime.verify(
+        "made-1.0",
+        tree=tree,
+        progress=lambda done, total: seen.append((done, total)),
+        library=cubin_runtime.open_library(config),
+    )
+    assert seen[-1] == (3, 3)
+
+
+def test_nothing_is_fetched_that_cannot_be_recorded(release: Release, tmp_path: Path) -> None:
+    audit = tmp_path / "missing" / "audit.jsonl"
+    config = Config(tmp_path / "store", (str(release.root),), (release.pin_file,), audit=audit)
+    with pytest.raises(StoreError, match="the audit log cannot be written"):
+        cubin_runtime.fetch("made-1.0", library=cubin_runtime.open_library(config))
+    assert visible_files(tmp_path / "store") == [release.pin.manifest_sha256]
