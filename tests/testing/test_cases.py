@@ -88,6 +88,12 @@ def test_a_wrong_log_sum_exp_is_named() -> None:
         assert_attention_close(expected, expected, lse=lse + 0.01, expected_lse=lse)
 
 
+def test_a_log_sum_exp_is_never_close_to_nan() -> None:
+    expected, lse = paged_case(5, (65,)).reference()
+    with pytest.raises(AssertionError, match=r"the LSE is off at \(0, 0\)"):
+        assert_attention_close(expected, expected, lse=lse, expected_lse=np.full_like(lse, np.nan))
+
+
 @pytest.mark.parametrize(
     ("dtype", "off", "accepted"),
     [
