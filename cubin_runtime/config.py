@@ -27,6 +27,9 @@ class Network:
     transient failure, ``proxy`` the URL of a proxy for all hosts, ``ca_bundle`` a PEM file of trusted certificates,
     ``client_cert`` a PEM file with a certificate and its key. ``tokens`` are pairs of a host and its bearer token, or
     ``@`` and the file that contains it; a token is only sent to its host, over https.
+
+    Raises:
+        UsageError: there is no folder that a relative path, or one below ``~``, starts at.
     """
 
     timeout: float | None = None
@@ -35,6 +38,11 @@ class Network:
     ca_bundle: Path | None = None
     client_cert: Path | None = None
     tokens: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+
+    def __post_init__(self) -> None:
+        for name in ("ca_bundle", "client_cert"):
+            if (file := getattr(self, name)) is not None:
+                object.__setattr__(self, name, local_path(file, name))
 
     @classmethod
     def from_environment(cls, env: Mapping[str, str]) -> Network:
@@ -69,10 +77,11 @@ class Config:
     be fetched on first use. ``network`` has the network settings. ``profile`` measures launches and marks them for NVTX
     (``Runtime.stats``). ``record`` is a folder in which every call is recorded (``debug.recorded``). ``audit`` is a
     file to which one JSON object per line is appended for every file that is fetched or loaded, with its source, and
-    for every verification (None: no such file). Paths may be text, and sources paths.
+    for every verification (None: no such file). Paths may be text, and sources paths; a relative path starts at the
+    current folder of this moment, and ``~`` is a home folder.
 
     Raises:
-        UsageError: no path is given for a path, or one in place of several.
+        UsageError: no path is given for a path, or one in place of several; or there is no folder that it starts at.
     """
 
     store: Path
@@ -91,14 +100,14 @@ class Config:
         for name in ("store", "pin_state", "record", "audit"):
             path = getattr(self, name)
             if isinstance(path, (str, os.PathLike)):
-                object.__setattr__(self, name, Path(path))
+                object.__setattr__(self, name, local_path(path, name))
             elif path is not None or name == "store":
                 raise UsageError("expected a path", argument=name, value=path)
         for name in ("sources", "pin_files", "pin_keys"):
             several = getattr(self, name)
             if isinstance(several, (str, os.PathLike)):
                 raise UsageError("expected a tuple of them", argument=name, value=repr(several))
-        object.__setattr__(self, "pin_files", tuple(map(Path, self.pin_files)))
+        object.__setattr__(self, "pin_files", tuple(local_path(file, "pin_files") for file in self.pin_files))
         object.__setattr__(self, "sources", self.sources and tuple(map(os.fspath, self.sources)))
 
     @classmethod
@@ -175,7 +184,7 @@ def _pin_state() -> Path:
     return folder / "pin_versions.json"
 
 
-def local_path(text: str | Path, what: str) -> Path:
+def local_path(text: str | os.PathLike[str], what: str) -> Path:
     """An absolute path, ``~`` expanded; ``what`` names the setting in errors.
 
     Raises:
@@ -217,6 +226,9 @@ def _token(word: str) -> tuple[str, str]:
     host, equals, token = word.partition("=")
     if not (host and equals and token.strip("@")):
         raise UsageError("CUBIN_RUNTIME_TOKENS: expected HOST=TOKEN or HOST=@FILE, separated by white space")
+    if token.startswith("@"):
+        with suppress(UsageError):  # which shows the path
+            token = f"@{local_path(token[1:], 'CUBIN_RUNTIME_TOKENS')}"
     return host.lower(), token
 
 

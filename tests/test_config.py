@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cubin_runtime.config import Config, user_pins_path
+from cubin_runtime.config import Config, Network, user_pins_path
 from cubin_runtime.errors import UsageError
 
 
@@ -40,6 +40,18 @@ def test_paths_may_be_text_and_sources_paths() -> None:
 def test_what_is_no_path_is_refused(given: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=f"^{message}$"):
         Config(**{"store": "/store", **given})  # type: ignore[arg-type]
+
+
+def test_relative_paths_start_where_the_configuration_came_about(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/me")
+    config = Config(
+        Path("store"), pin_files=(Path("a.toml"),), audit=Path("~/audit"), network=Network(ca_bundle=Path("ca.pem"))
+    )
+    assert (config.store, config.pin_files) == (tmp_path / "store", (tmp_path / "a.toml",))
+    assert (config.audit, config.network.ca_bundle) == (Path("/home/me/audit"), tmp_path / "ca.pem")
 
 
 def test_each_variable_is_read() -> None:
@@ -200,6 +212,12 @@ def test_how_servers_are_reached_is_read() -> None:
 def test_a_number_outside_its_domain_is_refused(name: str, value: str) -> None:
     with pytest.raises(UsageError, match=f"CUBIN_RUNTIME_{name}='{value}': expected"):
         Config.from_environment({"CUBIN_RUNTIME_CACHE": "/store", f"CUBIN_RUNTIME_{name}": value})
+
+
+def test_the_file_of_a_token_may_lie_in_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    config = Config.from_environment({"CUBIN_RUNTIME_CACHE": "/store", "CUBIN_RUNTIME_TOKENS": "host=@~/token"})
+    assert config.network.tokens == (("host", "@/home/me/token"),)
 
 
 @pytest.mark.parametrize("value", ["secret", "=secret", "host=", "host=@"])
