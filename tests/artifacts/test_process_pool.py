@@ -109,6 +109,14 @@ def test_local_sources_are_read_by_workers_too(
     assert (len(small_pools), report.by_source) == (1, {str(many.root): 60})
 
 
+def test_workers_start_though_a_place_of_modules_is_no_text(
+    many: Release, store: Path, small_pools: list[ProcessWorkerPool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, Path("/place")])
+    many.library(store, many.root).fetch(many.pin, jobs=4)
+    assert all(worker.ready for worker in small_pools[0]._workers)
+
+
 def test_a_few_objects_need_no_worker_process(
     many: Release, server: FaultyServer, store: Path, small_pools: list[ProcessWorkerPool]
 ) -> None:

@@ -171,9 +171,10 @@ def hire(order: WorkOrder, threads: Callable[[], ThreadWorkerPool], jobs: int, o
 def _start(order: WorkOrder) -> _Worker:
     ours, theirs = socket.socketpair()
     with theirs:
-        # the same modules as here, wherever the caller found them
+        # the same modules as here, wherever the caller found them; imports pass over places that are no text
+        places = [place for place in sys.path if isinstance(place, str)]
         begin = f"from {__package__}.worker_process import main\nmain({theirs.fileno()})"
-        code = f"import sys; sys.path[:] = {sys.path!r}\n{WORKER_START}\n{begin}"
+        code = f"import sys; sys.path[:] = {places!r}\n{WORKER_START}\n{begin}"
         flags = ["-I"] if sys.flags.isolated else []
         try:
             process = subprocess.Popen(
