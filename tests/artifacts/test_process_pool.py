@@ -196,6 +196,7 @@ def test_what_workers_log_is_logged_by_the_parent(
     assert any("k007.bin: status 500; trying again" in line for line in caplog.messages)
 
 
+@pytest.mark.parametrize("executable", ["/bin/false", None])
 def test_where_no_worker_can_start_threads_do_the_work_and_a_warning_says_so(
     many: Release,
     server: FaultyServer,
@@ -203,8 +204,9 @@ def test_where_no_worker_can_start_threads_do_the_work_and_a_warning_says_so(
     small_pools: list[ProcessWorkerPool],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
+    executable: str | None,
 ) -> None:
-    monkeypatch.setattr(sys, "executable", "/bin/false")
+    monkeypatch.setattr(sys, "executable", executable)
     assert many.library(store, server.url).fetch(many.pin, jobs=4).fetched == 60
     assert "fetching in one process" in caplog.text
 

@@ -178,7 +178,7 @@ def _start(order: WorkOrder) -> _Worker:
         flags = ["-I"] if sys.flags.isolated else []
         try:
             process = subprocess.Popen(
-                [sys.executable, *flags, "-c", code],
+                [sys.executable or "", *flags, "-c", code],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
