@@ -63,6 +63,14 @@ def test_a_full_disk_keeps_no_part_of_a_line(tmp_path: Path) -> None:
     assert len(workloads(tmp_path)) == 2
 
 
+def test_a_call_of_several_ranks_is_written_once(tmp_path: Path) -> None:
+    ranks = Recorder(tmp_path), Recorder(tmp_path)
+    for batch in (1, 2, 3):
+        for rank in ranks:
+            rank.add(call_of(batch))
+    assert [call["workload"]["axes"]["batch"] for call in workloads(tmp_path)] == [1, 2, 3]
+
+
 @pytest.mark.parametrize("damage", [b'{"workload": {"uu', b"[1]\n", b'{"workload": {"uuid": []}}\n', b"\xff\n"])
 def test_behind_a_damaged_line_traces_go_on(tmp_path: Path, damage: bytes) -> None:
     Recorder(tmp_path).add(call_of(1))

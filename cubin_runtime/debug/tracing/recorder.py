@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import logging
 import os
 import threading
 import uuid
 from collections import Counter
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Any
+from typing import IO, Any
 
 from ...artifacts.atomic_write import replace_file, take_back
 from ...attention.hook import Run
@@ -39,7 +40,7 @@ class Recorder(Observer):
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder).absolute()  # the process may change its working folder
         self._lock = threading.RLock()
-        self._numbers: dict[Path, set[str]] = {}
+        self._workloads: dict[Path, _Workloads] = {}
         self._untraced: Counter[str] = Counter()
 
     @property
@@ -85,17 +86,13 @@ class Recorder(Observer):
         described = self.folder / "definitions" / call.op_type / f"{name}.json"
         lines = self.folder / "workloads" / call.op_type / f"{name}.jsonl"
         with self._lock:
-            numbers = self._numbers.get(lines)
-            if numbers is None:
+            workloads = self._workloads.get(lines)
+            if workloads is None:
                 described.parent.mkdir(parents=True, exist_ok=True)
                 if not described.exists():
                     replace_file(described, json.dumps(definition, indent=2).encode() + b"\n")
-                numbers = self._numbers[lines] = _numbers_in(lines)
-            if number in numbers:
-                return
-            lines.parent.mkdir(parents=True, exist_ok=True)
-            _append(lines, json.dumps(line))
-            numbers.add(number)
+                workloads = self._workloads[lines] = _Workloads(lines)
+            workloads.add(number, json.dumps(line))
 
 
 def record(call: TracedCall | str) -> None:
@@ -122,25 +119,52 @@ def _workload(call: TracedCall) -> dict[str, Any]:
     return {"axes": call.variable_axes(), "inputs": inputs}
 
 
-def _numbers_in(lines: Path) -> set[str]:
-    """The workloads in a file; a line that cannot be read is left as it is, a cut one is ended."""
-    numbers = set[str]()
-    if not lines.exists():
-        return numbers
-    text = lines.read_bytes()
-    if text and not text.endswith(b"\n"):
-        _append(lines, "")
-    for line in text.splitlines():
-        with suppress(ValueError, LookupError, TypeError, RecursionError):
-            numbers.add(json.loads(line)["workload"]["uuid"])
-    return numbers
+@contextmanager
+def _alone(opened: IO[bytes]) -> Iterator[None]:
+    """Only one process at a time is in such a block for a file; where locks do not work, nobody waits."""
+    with suppress(OSError):
+        fcntl.flock(opened, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            fcntl.flock(opened, fcntl.LOCK_UN)  # a child that was forked meanwhile has the file, too
 
 
-def _append(file: Path, line: str) -> None:
-    """Write a line at once, so that those of several processes do not mix; a full disk keeps no part of it."""
-    data = line.encode() + b"\n"
-    with file.open("ab", buffering=0) as opened:
+class _Workloads:
+    """The workloads in a file, to which other processes add theirs: an engine's ranks send the same calls."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._numbers = set[str]()
+        self._end = 0  # of what was read
+
+    def add(self, number: str, line: str) -> None:
+        """Append a workload that is not there."""
+        if number in self._numbers:
+            return
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        with self._file.open("a+b", buffering=0) as opened, _alone(opened):
+            self._read_on(opened)
+            if number not in self._numbers:
+                self._append(opened, line)
+                self._numbers.add(number)
+
+    def _read_on(self, opened: IO[bytes]) -> None:
+        """Read what was added; a line that cannot be read is left as it is, a cut one is ended."""
+        opened.seek(self._end)
+        text = opened.read()
+        if text and not text.endswith(b"\n"):
+            self._append(opened, "")
+        self._end = opened.tell()
+        for line in text.splitlines():
+            with suppress(ValueError, LookupError, TypeError, RecursionError):
+                self._numbers.add(json.loads(line)["workload"]["uuid"])
+
+    def _append(self, opened: IO[bytes], line: str) -> None:
+        """Write a line at once, so that those of several processes do not mix; a full disk keeps no part of it."""
+        data = line.encode() + b"\n"
         count = opened.write(data)
         if count < len(data):
             take_back(opened.fileno(), count)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._file))
