@@ -113,9 +113,11 @@ def test_unpin_leaves_the_rest_of_the_file_as_it_was_written(pinned: Release, pi
     other = make_release(tmp_path / "other", name="other-1.0", folder="other/fmha").pin_file.read_text()
     pin_file.write_text(f"# from the platform team\n{mine}\n# a remark\n{other}")
     assert unpin(pinned) == 0
-    assert pin_file.read_text() == f"# from the platform team\n{other}"
+    assert pin_file.read_text() == f"# from the platform team\n\n# a remark\n{other}"
+    pin_file.write_text(f"{other}\n[signed]\nfile = 'pins.toml'\nversion = 1\n\n# a remark\n{mine}")
     assert unpin(pinned, "other-1.0") == 0
-    assert pin_file.read_text() == "# from the platform team\n"
+    assert unpin(pinned) == 0
+    assert pin_file.read_text() == "[signed]\nfile = 'pins.toml'\nversion = 1\n\n# a remark\n"
 
 
 def test_a_table_that_cannot_be_told_apart_is_left_to_the_user(pinned: Release, pin_file: Path) -> None:

@@ -109,6 +109,14 @@ def test_signing_keeps_the_pins(checked: Release, key: Path) -> None:
     assert text.count("[signed]") == 1
 
 
+def test_signing_again_keeps_what_is_written_above_the_pins(checked: Release, key: Path) -> None:
+    written = "# from the platform team\n\n# kernels of 2026\n" + checked.pin_file.read_text()
+    checked.pin_file.write_text(written)
+    for _ in range(2):
+        assert sign(checked, key) == 0
+    assert checked.pin_file.read_text().endswith("version = 2\n\n" + written)
+
+
 def test_a_changed_file_no_longer_fits_its_signature(checked: Release, key: Path) -> None:
     assert sign(checked, key) == 0
     checked.pin_file.write_text(checked.pin_file.read_text() + "# more\n")

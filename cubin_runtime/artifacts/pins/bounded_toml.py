@@ -25,6 +25,7 @@ _TOKEN = re.compile(
     rf"|[A-Za-z0-9_+-]{{{MAX_WORD_BYTES + 1}}}|[\[\]{{}}=,.\n]",
     re.DOTALL,
 )
+_LINE = re.compile(r"[^\n]*\n|[^\n]+")
 
 
 def read_toml(data: bytes, origin: str) -> dict[str, Any]:
@@ -43,6 +44,20 @@ def read_toml(data: bytes, origin: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:  # no UTF-8, no TOML, or a number beyond the standard library's limits
         raise PinError(f"{origin}: invalid TOML: {error}") from None
     return document
+
+
+def comments_at_end(table: str) -> str:
+    """The comments behind the last value of a table's text, with the empty lines around them: they are of what follows.
+
+    >>> comments_at_end("[a]\\nb = 1\\n\\n# of c\\n")
+    '\\n# of c\\n'
+    """
+    lines = _LINE.findall(table)
+    count = len(lines)
+    while count and lines[count - 1].lstrip()[:1] in ("", "#"):
+        count -= 1
+    rest = "".join(lines[count:])
+    return rest if "#" in rest else ""
 
 
 def _over_a_bound(text: str) -> str | None:  # noqa: C901

@@ -12,13 +12,14 @@ from ...errors import PinError
 from ..atomic_write import changing, replace_file
 from ..manifest import parse_manifest
 from ..path import ArtifactPath
+from .bounded_toml import comments_at_end
 from .pin import BUILTIN_PINS, Pin, format_pin, parse_pins
 from .pin_set import PinSet
 from .signatures import read_pin_file
 
 DEFAULT_MAX_FILE_BYTES = 64 << 20
 
-_TABLE = re.compile(r"^[ \t]*\[\[[ \t]*pin[ \t]*\]\]", re.MULTILINE)
+_HEADER = re.compile(r"^[ \t]*\[(\[[ \t]*pin[ \t]*\]\])?", re.MULTILINE)  # of any table; the group: of a pin
 
 
 def make_pin(
@@ -160,17 +161,17 @@ def _with(added: Sequence[Pin], text: str, file: Path) -> str:
 def _without(gone: Sequence[Pin], text: str, file: Path) -> str:
     """The text of a pin file less the tables of some pins."""
     before = parse_pins(text.encode(), str(file))
-    starts = [match.start() for match in _TABLE.finditer(text)]
+    headers = list(_HEADER.finditer(text))
+    ends = [*(header.start() for header in headers[1:]), len(text)]
+    tables = [(header.start(), end) for header, end in zip(headers, ends, strict=True) if header[1]]
     of_path = {pin.path: pin for pin in gone}
     out = {number for number, one in enumerate(before) if one.path in of_path and _is_table_of(one, of_path[one.path])}
     rest = tuple(one for number, one in enumerate(before) if number not in out)
     rest_text = None
-    if len(out) == len(gone) and len(starts) == len(before):
-        ends = [*starts[1:], len(text)]
-        tables = (
-            text[start:end] for number, (start, end) in enumerate(zip(starts, ends, strict=True)) if number not in out
-        )
-        rest_text = text[: starts[0]] + "".join(tables)
+    if len(out) == len(gone) and len(tables) == len(before):
+        rest_text = text
+        for start, end in reversed([table for number, table in enumerate(tables) if number in out]):
+            rest_text = rest_text[:start] + comments_at_end(text[start:end]) + rest_text[end:]
     # a table may be written in ways that lines do not show: what is left must read as all pins but these
     if rest_text is None or parse_pins(rest_text.encode(), str(file)) != rest:
         names = ", ".join(repr(pin.name) for pin in gone)

@@ -15,7 +15,7 @@ from ...errors import StoreError, UsageError
 from ...values import dataclass
 from ..atomic_write import changing, replacing, write_all
 from ..bounded_read import digest_of
-from .bounded_toml import read_toml
+from .bounded_toml import comments_at_end, read_toml
 from .pin import parse_pins, quoted
 from .signatures import MAX_KEY_FILE_BYTES, SIGNATURE_SUFFIX, read_pin_file, read_small_file
 from .signed_statement import MAX_VERSION, STATEMENT, SignatureError, read_statement
@@ -132,7 +132,8 @@ def _signed(file: Path, private: Sequence[Ed25519PrivateKey], version: int | Non
     header = [f"[{STATEMENT}]", f"file = {quoted(file.name)}", f"version = {version}"]
     if until is not None:
         header.append(f"expires = {until.isoformat()}")
-    signed = ("\n".join(header) + "\n\n" + _TABLE.sub("", data.decode() + "\n").strip("\n") + "\n").encode()
+    rest = _TABLE.sub(lambda table: comments_at_end(table[0]), data.decode() + "\n")
+    signed = ("\n".join(header) + "\n\n" + rest.strip("\n") + "\n").encode()
     if parse_pins(signed, str(file)) != pins or read_statement(signed, str(file)).version != version:
         raise SignatureError(f"{file}: its [{STATEMENT}] table cannot be replaced; write it at the top of the file")
     signatures = [key.sign(signed) for key in private]
