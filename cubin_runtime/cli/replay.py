@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..errors import CorruptError, MissingError, StoreError
 from . import options, output
 
 if TYPE_CHECKING:
@@ -42,10 +43,15 @@ def replay(
     config = replace(options.make_config(store, source, pins, offline), record=None)
     codes: list[int] = []
     calls: list[dict[str, Any]] = []
+    errors: list[dict[str, Any]] = []
     why = "--reference-only" if reference_only else "" if device is not None else _without_device()
     for file in files:
-        runtime = None if why else _runtime(config, read_call(file))
-        report = replay_call(file, runtime=runtime, device=device or 0)
+        try:
+            runtime = None if why else _runtime(config, read_call(file))
+            report = replay_call(file, runtime=runtime, device=device or 0)
+        except (MissingError, CorruptError, StoreError) as error:  # the others may be in order
+            errors.append(output.error_of(error))
+            continue
         codes.append(0 if report.ok else _WRONG)
         if json:
             calls.append(_as_json(report))
@@ -55,8 +61,10 @@ def replay(
         if why:
             output.line(f"  not replayed: {why}")
     if json:
-        output.emit_json("replay", {"calls": calls, "not_run": why})
-    output.finish(codes)
+        output.emit_json("replay", {"calls": calls, "not_run": why}, errors)
+    for failed in errors:
+        output.error_line(failed["message"])
+    output.finish([*codes, *(failed["code"] for failed in errors)])
 
 
 def _without_device() -> str:

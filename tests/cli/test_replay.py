@@ -82,6 +82,19 @@ def test_a_missing_file_is_code_4(tmp_path: Path, capsys: Shown) -> None:
     assert "expected a recorded call" in capsys.readouterr().err
 
 
+def test_files_behind_a_damaged_one_are_told_too(tmp_path: Path, capsys: Shown) -> None:
+    (tmp_path / "damaged").write_bytes(b"12345678")
+    files = [str(tmp_path / "damaged"), str(tmp_path / "missing"), written(tmp_path, decode_call())]
+    assert main(["replay", *files]) == 5
+    shown = capsys.readouterr()
+    assert "  recorded out: error " in shown.out
+    assert [line.split(" ")[1] for line in shown.err.splitlines()] == [f"{files[0]}:", files[1]]
+    assert main(["replay", *files, "--json"]) == 5
+    shown_json = json.loads(capsys.readouterr().out)
+    assert misfits(shown_json, schema_of("replay")) == []
+    assert ([one["code"] for one in shown_json["errors"]], len(shown_json["calls"])) == ([5, 4], 1)
+
+
 def test_no_file_is_code_2() -> None:
     assert main(["replay"]) == 2
 
