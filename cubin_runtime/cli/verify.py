@@ -6,10 +6,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import UsageError
+from ..errors import CubinRuntimeError, StoreError, UsageError
 from . import options, output
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ..artifacts.library import Library
+    from ..artifacts.path import ArtifactPath
+    from ..artifacts.pins.pin import Pin
     from ..artifacts.verification import VerifyReport
 
 
@@ -44,7 +49,6 @@ def verify(
     They are those in the store, or with --tree those of a published tree.
     """
     from ..artifacts.library import Library
-    from ..artifacts.releases.repair import repair as repair_store
     from ..artifacts.releases.targets import chosen, expanded
     from ..artifacts.tables.kernel_filter import KernelFilter
 
@@ -53,29 +57,43 @@ def verify(
     kernel_filter = KernelFilter.from_words(sm, family, dtype, head_dim, match)
     library = Library(options.make_config(store, source, pins, offline))
     reports: list[tuple[VerifyReport, int]] = []
+    errors: list[dict[str, Any]] = []
     for target, target_filter in expanded(library, targets, kernel_filter, cpu and cpu.value):
         pin = library.pins.get(target)
         whole = target_filter.is_empty and target.rstrip("/") in (pin.name, pin.path.text)
         for place in tree or (None,):
-            if whole:
-                paths, total = None, pin.files or None
-            else:
-                paths = chosen(library, pin, target, target_filter)
-                total = len(paths)
-            with output.progress(f"verify {pin.name}", total) as advance:
-                report = library.verify(pin, paths, complete=complete, progress=advance, tree=place)
-            repaired = 0
-            if repair:
-                with output.progress(f"repair {pin.name}", len(report.corrupt)) as advance:
-                    report, repaired = repair_store(library, pin, report, advance)
-            reports.append((report, repaired))
+            try:
+                paths = None if whole else chosen(library, pin, target, target_filter)
+                reports.append(_verified(library, pin, paths, complete=complete, repair=repair, tree=place))
+            except StoreError:
+                raise
+            except CubinRuntimeError as error:  # the other releases may be in order
+                errors.append(output.error_of(error))
     if json:
         problems = [output.error_of(problem) for report, _ in reports for problem in report.problems]
-        output.emit_json("verify", {"releases": [_as_json(report, repaired) for report, repaired in reports]}, problems)
+        done = [_as_json(report, repaired) for report, repaired in reports]
+        output.emit_json("verify", {"releases": done}, [*errors, *problems])
     else:
         for report, repaired in reports:
             _print(report, repaired)
-    output.finish(code for report, _ in reports for code in report.codes)
+    for failed in errors:
+        output.error_line(failed["message"])
+    output.finish([*(one["code"] for one in errors), *(code for report, _ in reports for code in report.codes)])
+
+
+def _verified(
+    library: Library, pin: Pin, paths: Sequence[ArtifactPath] | None, *, complete: bool, repair: bool, tree: str | None
+) -> tuple[VerifyReport, int]:
+    """The report on a release, and how many of its files were repaired."""
+    from ..artifacts.releases.repair import repair as repair_store
+
+    total = pin.files or None if paths is None else len(paths)
+    with output.progress(f"verify {pin.name}", total) as advance:
+        report = library.verify(pin, paths, complete=complete, progress=advance, tree=tree)
+    if not repair:
+        return report, 0
+    with output.progress(f"repair {pin.name}", len(report.corrupt)) as advance:
+        return repair_store(library, pin, report, advance)
 
 
 def _print(report: VerifyReport, repaired: int) -> None:

@@ -132,3 +132,12 @@ def test_damage_that_cannot_be_moved_aside_is_code_8(
 
 def test_repair_is_of_stores_alone(filled: Release) -> None:
     assert main(["verify", "made-1.0", "--repair", "--tree", str(filled.root)]) == 2
+
+
+def test_a_release_is_verified_though_another_is_not_available(
+    filled: Release, monkeypatch: pytest.MonkeyPatch, run_json
+) -> None:
+    monkeypatch.setenv("CUBIN_RUNTIME_OFFLINE", "1")
+    code, shown = run_json("verify", "trtllm-gen-0.6.13", "made-1.0")
+    assert (code, [one["code"] for one in shown["errors"]]) == (7, [7])
+    assert [one["ok"] for one in shown["releases"]] == [3]
