@@ -23,7 +23,7 @@ MOST_CALLS, MOST_FILES = 250, 25  # fewer by what earlier tests left in caches
 @pytest.fixture(autouse=True)
 def _as_shipped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the fast path that other tests get from the first call on, and kernels of earlier tests to compare."""
-    for cached in (select._look_through, select._tilings):
+    for cached in (select._look_through, select._form_of, select._selection, select._fits):
         cached.cache_clear()
     monkeypatch.setattr(import_module("cubin_runtime.attention.fast_path.operator_function"), "FULL_RUNS", 3)
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from functools import lru_cache, partial
+from operator import truediv
 from typing import Any
 
 from ....artifacts.cubins.architecture import declared_architecture
 from ....artifacts.tables.native_kernels import MEASURED, NativeKernel
 from ....errors import UsageError
 from ....launch.driver import DeviceFacts
-from ....values import HashedOnce, dataclass
+from ....values import HashedOnce, dataclass, replaced
 from ...explanation import Facts
 from ..constants import CONSTANTS
 from ..cost_model import Costs, costs_of
@@ -24,7 +25,6 @@ from .grids import (
     Extent,
     Grid,
     Part,
-    Tiling,
     estimates_of,
     extent_of,
     grids_of,
@@ -106,7 +106,9 @@ def select_decode(
         HashedOnce.of(kernels), device.sm_number, shape.dtype, shape.head_dim, shape.q_dtype, shared_bytes
     )
     constants = costs or costs_of(device.name)
-    return tuple([_select(candidates, shape, part, device, constants) for part in _parts(candidates, shape)])
+    forms = [_form_of(candidates, part, device, constants, shape.form) for part in _parts(candidates, shape)]
+    extents = [tuple([extent_of(tiling, shape, form.part) for _, tiling in form.tilings]) for form in forms]
+    return tuple([_selection(form, shape.batch, of_form) for form, of_form in zip(forms, extents, strict=True)])
 
 
 @lru_cache(maxsize=256)  # a release has a hundred kernels, of which a call's form rules out nearly all
@@ -151,23 +153,54 @@ def _parts(candidates: Sequence[DecodeCandidate], shape: DecodeShape) -> tuple[P
     return (Part(0, _MOST_WARP_ROWS, _WARPS), Part(_MOST_WARP_ROWS + 1, ANY_ROWS, _WARPGROUPS))
 
 
-def _select(
-    candidates: HashedOnce[DecodeCandidate], shape: DecodeShape, part: Part, device: DeviceFacts, costs: Costs
-) -> DecodeSelection:
-    every, limit = list[list[Fit]](), math.inf
-    for kernel, tiling in _tilings(candidates, part, device, costs, shape.form):
-        extent = extent_of(tiling, shape, part)
-        if least_us(tiling, extent, shape) <= limit:
-            fits = _fits(kernel, tiling, extent, shape, device, costs)
+class _Form:
+    """The kernels that fit requests of one form on a device, the soonest to start first, and how each tiles them: what
+    is the same for batches of any size. Caches tell forms apart by their identity."""
+
+    __slots__ = ("candidates", "costs", "device", "part", "shape", "tilings")
+
+    def __init__(
+        self,
+        candidates: HashedOnce[DecodeCandidate],
+        part: Part,
+        device: DeviceFacts,
+        costs: Costs,
+        form: tuple[object, ...],
+    ) -> None:
+        self.candidates, self.part, self.device, self.costs = candidates, part, device, costs
+        self.shape = DecodeShape.of_form(form)
+        kernels = [c.kernel for c in candidates if not c.unfit]
+        usable = [kernel for kernel in kernels if not _other_arithmetic(kernel, part)]
+        tilings = [(kernel, tiling_of(kernel, self.shape, part, device, costs)) for kernel in usable]
+        self.tilings = sorted(tilings, key=lambda each: each[1].least_start_us)
+
+
+_form_of = lru_cache(maxsize=1024)(_Form)
+
+
+@lru_cache(maxsize=256)
+def _shape_of(form: _Form, batch: int) -> DecodeShape:
+    """The shape of so many requests; their number of tokens is in extents."""
+    return replaced(form.shape, batch=batch)
+
+
+@lru_cache(maxsize=1024)  # nearly every step of a server has another number of tokens, which rarely decides
+def _selection(form: _Form, batch: int, extents: tuple[Extent, ...]) -> DecodeSelection:
+    """The selection for so many requests; ``extents`` are those of the form's kernels."""
+    shape = _shape_of(form, batch)
+    every, limit = list[tuple[Fit, ...]](), math.inf
+    for number, extent in enumerate(extents):
+        if least_us(form.tilings[number][1], extent, shape) <= limit:
+            fits = _fits(form, number, extent, batch)
             every.append(fits)
             limit = min(limit, min([fit.microseconds for fit in fits]) * _FAR_SLOWER)
     if not every:
-        raise UsageError(refusal(_explained(candidates, shape, part, device, costs), shape, device))
-    best = _best(every, shape, part, costs)
+        raise UsageError(refusal(_explained(form, shape, extents), shape, form.device))
+    best = _best(every, form, shape)
     return DecodeSelection(
         kernel=best.kernel,
-        min_rows=part.min_rows,
-        max_rows=part.max_rows,
+        min_rows=form.part.min_rows,
+        max_rows=form.part.max_rows,
         ctas=best.grid.ctas,
         cta_group_size=best.grid.cta_group_size,
         cluster_size=best.grid.cluster_size,
@@ -177,25 +210,8 @@ def _select(
         slack_tiles=best.grid.slack_tiles,
         alone=best.grid.alone,
         microseconds=best.microseconds,
-        explain=partial(_explain, candidates, best, shape, part, device, costs),
+        explain=partial(_explain, form, best, shape, extents),
     )
-
-
-@lru_cache(maxsize=1024)
-def _tilings(
-    candidates: HashedOnce[DecodeCandidate],
-    part: Part,
-    device: DeviceFacts,
-    costs: Costs,
-    form: tuple[object, ...],
-) -> tuple[tuple[NativeKernel, Tiling], ...]:
-    """The kernels that fit, the soonest to start first, and how each tiles requests of ``form``: what is the same for
-    batches of any size."""
-    shape = DecodeShape.of_form(form)
-    kernels = [c.kernel for c in candidates if not c.unfit]
-    usable = [kernel for kernel in kernels if not _other_arithmetic(kernel, part)]
-    tilings = [(kernel, tiling_of(kernel, shape, part, device, costs)) for kernel in usable]
-    return tuple(sorted(tilings, key=lambda each: each[1].least_start_us))
 
 
 def _other_arithmetic(kernel: NativeKernel, part: Part) -> str:
@@ -206,29 +222,30 @@ def _other_arithmetic(kernel: NativeKernel, part: Part) -> str:
     return "" if arithmetic == part.arithmetic else f"{arithmetic}; batch_invariant has {part.arithmetic} for {part}"
 
 
-def _fits(
-    kernel: NativeKernel, tiling: Tiling, extent: Extent, shape: DecodeShape, device: DeviceFacts, costs: Costs
-) -> list[Fit]:
-    """The grids of a kernel that fits."""
+@lru_cache(maxsize=2048)  # some of a form's kernels have tiles so large that the number of tokens does not decide
+def _fits(form: _Form, number: int, extent: Extent, batch: int) -> tuple[Fit, ...]:
+    """The grids of one of the form's kernels for so many requests."""
+    (kernel, tiling), shape = form.tilings[number], _shape_of(form, batch)
     fits = []
-    for grid in grids_of(tiling, extent, shape, device, costs):
+    for grid in grids_of(tiling, extent, shape, form.device, form.costs):
         estimates = estimates_of(tiling, extent, grid, shape, tiling.lengths)
         times = tuple([estimate.microseconds for estimate in estimates])
         fits.append(Fit(kernel, tiling, grid, estimates[0], times[0], times))
-    return fits
+    return tuple(fits)
 
 
-def _best(every: Sequence[Sequence[Fit]], shape: DecodeShape, part: Part, costs: Costs) -> Fit:
+def _best(every: Sequence[Sequence[Fit]], form: _Form, shape: DecodeShape) -> Fit:
     """Of each kernel the first of the grids that lose as little as any; of those that lose as little as the best, the
     first in order."""
-    least = [min(times) for times in zip(*[fit.times for fits in every for fit in fits], strict=True)]
-    firsts = []
+    least = list(map(min, zip(*[fit.times for fits in every for fit in fits], strict=True)))
+    within, firsts = 1 + form.costs.equal_within, list[tuple[float, Fit]]()
     for fits in every:
-        losses = [max([time / best for time, best in zip(fit.times, least, strict=True)]) for fit in fits]
-        limit = min(losses) * (1 + costs.equal_within)
+        losses = [max(map(truediv, fit.times, least)) for fit in fits]
+        limit = min(losses) * within
         firsts.append(next((loss, fit) for loss, fit in zip(losses, fits, strict=True) if loss <= limit))
-    limit = min([loss for loss, _ in firsts]) * (1 + costs.equal_within)
-    return min([fit for loss, fit in firsts if loss <= limit], key=lambda fit: _order(fit, shape, part))
+    limit = min([loss for loss, _ in firsts]) * within
+    equals = [fit for loss, fit in firsts if loss <= limit]
+    return equals[0] if len(equals) == 1 else min(equals, key=lambda fit: _order(fit, shape, form.part))
 
 
 def _order(fit: Fit, shape: DecodeShape, part: Part) -> tuple[int, int, int, bool, float, str]:
@@ -239,25 +256,16 @@ def _order(fit: Fit, shape: DecodeShape, part: Part) -> tuple[int, int, int, boo
 
 
 def _explain(
-    candidates: HashedOnce[DecodeCandidate],
-    best: Fit,
-    shape: DecodeShape,
-    part: Part,
-    device: DeviceFacts,
-    costs: Costs,
+    form: _Form, best: Fit, shape: DecodeShape, extents: Sequence[Extent]
 ) -> tuple[str, tuple[DecodeCandidate, ...]]:
-    return _reason(best, shape, part, device), tuple(_explained(candidates, shape, part, device, costs))
+    return _reason(best, form, shape), tuple(_explained(form, shape, extents))
 
 
-def _explained(
-    candidates: HashedOnce[DecodeCandidate], shape: DecodeShape, part: Part, device: DeviceFacts, costs: Costs
-) -> list[DecodeCandidate]:
+def _explained(form: _Form, shape: DecodeShape, extents: Sequence[Extent]) -> list[DecodeCandidate]:
     """The candidates, with the grids and predicted times of those that fit."""
-    tilings = _tilings(candidates, part, device, costs, shape.form)
-    extents = [extent_of(tiling, shape, part) for _, tiling in tilings]
     fits = {
-        kernel.name: _fits(kernel, tiling, extent, shape, device, costs)
-        for (kernel, tiling), extent in zip(tilings, extents, strict=True)
+        kernel.name: _fits(form, number, extents[number], shape.batch)
+        for number, (kernel, _) in enumerate(form.tilings)
     }
 
     def explained(candidate: DecodeCandidate) -> DecodeCandidate:
@@ -265,15 +273,15 @@ def _explained(
         if candidate.unfit:
             return candidate
         if kernel.name not in fits:
-            return DecodeCandidate(kernel=kernel, unfit=_other_arithmetic(kernel, part))
-        best = _best([fits[kernel.name]], shape, part, costs)
+            return DecodeCandidate(kernel=kernel, unfit=_other_arithmetic(kernel, form.part))
+        best = _best([fits[kernel.name]], form, shape)
         others = tuple(fit for fit in fits[kernel.name] if fit is not best)
         return DecodeCandidate(kernel=kernel, fit=best, other_fits=others)
 
-    return [explained(candidate) for candidate in candidates]
+    return [explained(candidate) for candidate in form.candidates]
 
 
-def _reason(fit: Fit, shape: DecodeShape, part: Part, device: DeviceFacts) -> str:
+def _reason(fit: Fit, form: _Form, shape: DecodeShape) -> str:
     kernel, grid = fit.kernel, fit.grid
     built = f"built for {kernel.architecture}" + ("" if kernel.status == MEASURED else f" ({kernel.status})")
     tokens = f"{'up to ' if shape.ragged else ''}{count(shape.q_len, 'query token')}"
@@ -284,12 +292,12 @@ def _reason(fit: Fit, shape: DecodeShape, part: Part, device: DeviceFacts) -> st
     if fit.tiling.segments:
         invariant = f"; {SEGMENTS} of {CONSTANTS.segment_tokens} keys, as in prefill"
     elif splits := fit.tiling.splits:
-        invariant = f"; {part.arithmetic} for {part}, at most {count(splits, 'split')} per output tile"
+        invariant = f"; {form.part.arithmetic} for {form.part}, at most {count(splits, 'split')} per output tile"
     return (
         f"{built}; {tokens} x {count(shape.group, 'query head')} per KV head in "
         f"{count(grid.row_tiles, 'row tile')} of {kernel.traits['rows']}; "
         f"at most {count(grid.tiles, 'tile')} of {keys} over {count(grid.ctas, 'CTA')} "
-        f"(up to {grid.resident} on each of {device.multiprocessors} multiprocessors), "
+        f"(up to {grid.resident} on each of {form.device.multiprocessors} multiprocessors), "
         f"{_sharing(grid)}{invariant}"
     )
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from cubin_runtime.errors import UsageError
 from cubin_runtime.kernels.native.cost_model import H200, restated
+from cubin_runtime.kernels.native.decode import select
 from cubin_runtime.kernels.native.decode.grids import DecodeShape, Part, extent_of, least_us
 from cubin_runtime.kernels.native.decode.select import select_decode
 from tests.kernels.decode_kernels import HOPPER, decode_kernel
@@ -128,6 +129,20 @@ def test_no_grid_is_faster_than_the_bound_that_rules_kernels_out(shape: DecodeSh
         part = Part(launch.min_rows, launch.max_rows, None)
         fits = [fit for c in launch.candidates if c.fit for fit in (c.fit, *c.other_fits)]
         assert all(least_us(fit.tiling, extent_of(fit.tiling, shape, part), shape) <= fit.microseconds for fit in fits)
+
+
+@given(shapes, st.lists(st.tuples(st.integers(1, 300), st.integers(1, 4000)), min_size=2, max_size=6))
+def test_a_selection_does_not_depend_on_earlier_ones_of_other_sizes(
+    shape: DecodeShape, sizes: list[tuple[int, int]]
+) -> None:
+    others = [replace(shape, batch=batch, tokens=max(batch, tokens), ragged=True) for batch, tokens in sizes]
+    selections = [select_decode(HOPPER, other, H100) for other in others]
+    for other, launches in zip(others, selections, strict=True):
+        for cached in (select._selection, select._fits, select._shape_of):
+            cached.cache_clear()
+        anew = select_decode(HOPPER, other, H100)
+        assert launches == anew
+        assert [launch.explain() for launch in launches] == [launch.explain() for launch in anew]
 
 
 @given(shapes, st.randoms(use_true_random=False))
