@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from ..errors import CubinRuntimeError
 from .accelerator import FIELD, MAP, MAX_FIELDS, accelerator, packed
-from .prepared import ParameterBlock, PreparedLaunch, PreparedLaunches
+from .prepared import ParameterBlock, PreparedLaunch, PreparedLaunches, plain_copy
 
 Sends = tuple[Callable[..., int], ...]  # of the launches in order: the written values to the driver's answer
 NOT_WRITTEN = (TypeError, ValueError, OverflowError, struct.error)  # a value does not fit its field
@@ -46,7 +46,9 @@ class Senders:
 
     def resized(self, prepared: PreparedLaunches) -> Senders:
         """Senders of the same launches with other sizes, which are made in the same way."""
-        return Senders(prepared, self._numbers, self._make, accelerated=self.accelerated)
+        other = plain_copy(self)
+        other._prepared, other.by_key, other._lock = prepared, {}, threading.RLock()
+        return other
 
     def send(
         self,
@@ -115,16 +117,21 @@ def in_c(module: Any, prepared: PreparedLaunches, written: frozenset[int]) -> Ma
     functions: tuple[Any, Any] = prepared.call, driver.function(_REPLACE) if driver.has(_REPLACE) else None
     call, replace = (ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions)
 
+    def fields_of(launch: PreparedLaunch) -> bytes:
+        items = [item for item in launch.inputs if item.value in written]
+        return packed(FIELD, [(item.field.offset, item.code.encode() or MAP) for item in items])
+
+    fields = {id(launch.inputs): fields_of(launch) for launch in prepared.launches}  # those of other sizes share them
+
     def make(launch: PreparedLaunch, stream: int, contents: Mapping[str, object]) -> Callable[..., int]:
         config, parameters = launch.config_on(stream), launch.plan.layout.pack(contents)
-        fields = [(item.field.offset, item.code.encode() or MAP) for item in launch.inputs if item.value in written]
         sender = module.Sender(
             call=call,
             replace=replace,
             config=ctypes.addressof(config),
             function=launch.function,
             parameters=parameters,
-            fields=packed(FIELD, fields),
+            fields=fields[id(launch.inputs)],
             launch=launch,
             stream=stream,
             ring=history.ring,
