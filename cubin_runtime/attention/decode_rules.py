@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..dtypes import DTYPES
@@ -17,6 +17,7 @@ from .attention_operator import (
 from .checks import check_shape, token_stride
 from .operator import LENGTHS, TensorArg
 from .paged_cache import MOST_KEYS
+from .resizing import Sizes
 
 # Elements of a word of a token's mask, and its bits.
 MASK_ELEMENTS = {"uint16": 2, "uint32": 1}
@@ -121,9 +122,7 @@ def check_options(call: AttentionCall, *, page_size: int, kv_heads: int) -> None
             argument="max_seq_len",
             value=bound,
         )
-    rows = call.q_len * (call.q_heads // kv_heads)
-    output_tiles = call.batch * kv_heads * -(-rows // _SMALLEST_ROWS)
-    tiles = output_tiles * (bound // _SMALLEST_TILE + 1)
+    tiles = _most_tiles(call, kv_heads, call.batch, call.q_len)
     if tiles >= _MAX_TILES:
         raise UsageError(f"batch x KV heads x max_seq_len={bound}: {tiles} tiles, expected below {_MAX_TILES}")
     world, rank, interleave = options.cp_world, options.cp_rank, options.cp_interleave
@@ -133,6 +132,29 @@ def check_options(call: AttentionCall, *, page_size: int, kv_heads: int) -> None
         raise UsageError(
             f"cp_world={world}, cp_rank={rank}, cp_interleave={interleave}: expected 1, 0 and 1 without global_seq_lens"
         )
+
+
+def _most_tiles(call: AttentionCall, kv_heads: int, batch: int, q_len: int) -> int:
+    """The most tiles of a call like one with so many requests and query tokens of each."""
+    rows = q_len * (call.q_heads // kv_heads)
+    output_tiles = batch * kv_heads * -(-rows // _SMALLEST_ROWS)
+    return int(output_tiles * (call.options.max_seq_len // _SMALLEST_TILE + 1))
+
+
+def fits_like(call: AttentionCall, *, most: int, kv_heads: int) -> Callable[[Sizes], bool]:
+    """A function that says whether a decode like ``call`` may have these sizes; ``most`` tokens per request."""
+    words = mask_words(call.q_len) if "mask" in call.tensors else None
+
+    def fits(sizes: Sizes) -> bool:
+        batch, q_len = sizes["batch"], sizes["q_len"]
+        return (
+            sizes["tokens"] >= 1
+            and 1 <= q_len <= most
+            and words in (None, mask_words(q_len))
+            and _most_tiles(call, kv_heads, batch, q_len) < _MAX_TILES
+        )
+
+    return fits
 
 
 def _check_dealing(call: AttentionCall, world: int, rank: int, interleave: int) -> None:

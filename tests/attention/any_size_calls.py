@@ -110,6 +110,20 @@ def invariant_decode(tensor: Tensors, tokens: int, batch: int, bound: int) -> Ar
     return {**ragged_decode(tensor, tokens, batch, bound), "batch_invariant": True}
 
 
+def even_drafts(tensor: Tensors, tokens: int, batch: int, bound: int) -> Arguments:
+    """As many draft tokens of each request, with masks and their log-sum-exp."""
+    more = {"mask": tensor("mask", "uint16", batch, 5, 2), "lse": tensor("lse", "float32", batch, 5, 64)}
+    return {**decode(tensor, tokens, batch, bound), **_rows(tensor, batch, 5, 64, 128), **more}
+
+
+def scaled_decode(tensor: Tensors, tokens: int, batch: int, bound: int) -> Arguments:
+    """Ragged queries over an e4m3 cache of one of two ranks, with scales of each request."""
+    caches = {name: tensor(f"{name}_e4m3", "float8_e4m3fn", 100, 64, 8, 128) for name in ("k_cache", "v_cache")}
+    scales = {name: tensor(name, "float32", batch, 8) for name in ("k_scale", "v_scale")}
+    ranks = {"global_seq_lens": tensor("all lens", "int32", batch), "cp_world": 2, "cp_rank": 1}
+    return {**ragged_decode(tensor, tokens, batch, bound), **caches, **scales, **ranks, "mask": None}
+
+
 def latent(tensor: Tensors, tokens: int, batch: int, bound: int) -> Arguments:
     """MLA of draft tokens of different number."""
     rows = {"q": tensor("q", "bfloat16", tokens, 16, 576), "out": tensor("out", "bfloat16", tokens, 16, 512)}
@@ -136,16 +150,22 @@ OPERATORS: Mapping[str, tuple[Callable[..., Any], Callable[..., Arguments]]] = {
     "paged_decode": (paged_decode, decode),
     "paged_decode of ragged queries": (paged_decode, ragged_decode),
     "paged_decode of ragged queries, batch invariant": (paged_decode, invariant_decode),
+    "paged_decode of even drafts": (paged_decode, even_drafts),
+    "paged_decode over scaled pages": (paged_decode, scaled_decode),
     "mla_decode of ragged queries": (mla_decode, latent),
     "mla_decode of rope columns elsewhere": (mla_decode, latent_parts),
 }
 
 
+def call_of(name: str, tensor: Tensors, runtime: Runtime, tokens: int, batch: int, bound: int) -> Call:
+    """A call of so many tokens and requests, with a bound on the tokens of one."""
+    function, make = OPERATORS[name]
+    return Call.of(function, {**make(tensor, tokens, batch, bound), "workspace": BUFFERS, "runtime": runtime})
+
+
 def calls_of(name: str, memory: MadeUpMemory, runtime: Runtime, count: int) -> list[Call]:
     """Calls of sizes that are all different."""
-    function, make = OPERATORS[name]
     drawn, tensor = random.Random(name), Tensors(memory)
     sizes = dict.fromkeys((drawn.randint(1, 1 << drawn.randint(1, 12)), drawn.randint(1, 80)) for _ in range(4 * count))
     batches = {batch: (max(tokens, batch), batch, drawn.randint(1, 16)) for tokens, batch in sizes}
-    given = [make(tensor, *each) for each in list(batches.values())[:count]]
-    return [Call.of(function, {**each, "workspace": BUFFERS, "runtime": runtime}) for each in given]
+    return [call_of(name, tensor, runtime, *each) for each in list(batches.values())[:count]]

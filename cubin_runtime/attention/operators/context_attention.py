@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -14,6 +14,7 @@ from ...kernels.native.prefill.select import (
     HEAD_DIMS,
     MAX_GROUP,
     VALUE_DIMS,
+    ContextSelections,
     ContextShape,
     select_context_launches,
 )
@@ -48,6 +49,7 @@ from ..paged_cache import (
     value_table_offset,
 )
 from ..pipeline import plan_call, run_call, torch_op
+from ..resizing import Sizes, resizer_of, with_two_requests
 from ..runtime import NativeRelease, Runtime
 from ..step_plan import StepPlan
 
@@ -61,7 +63,6 @@ _SAME = {dtype: (dtype,) for dtype in _KV_DTYPES}
 Q_DTYPES = {**{dtype: (dtype,) for dtype in DTYPES_16}, E4M3: DTYPES_16}
 _MOST = 1 << 30  # tokens: positions and windows added to them fit an int32
 _LEAST_RESIZED = 2  # tokens: the stride between those of one does not count
-_PER_TOKEN = ("out", "lse")  # what is written of each token
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,39 +307,26 @@ def _launches(call: AttentionCall, device: DeviceFacts, release: NativeRelease) 
 
 
 def _resizer(call: AttentionCall, device: DeviceFacts, release: NativeRelease) -> Resizer | None:
-    """As ``Operator``, for ragged queries of two tokens or more over pages."""
-    if not call.ragged or not is_paged(call) or call.tokens < _LEAST_RESIZED:
+    """As ``Operator``, for ragged queries over pages."""
+    like = with_two_requests(call, _check) if call.ragged and is_paged(call) else None
+    if like is None:
         return None
-    if call.tensors["seq_lens"].strides != (1,):  # which is allowed for a single request
-        return None
-    written = [call.tensors[name].strides for name in _PER_TOKEN if name in call.tensors]
-    if any(max(strides) > strides[0] for strides in written):  # more tokens may share addresses
-        return None
-    problem, planned = _problem(call), call.tensors.sized
-    # Scales of each request and KV head have a row for each request; others stay as they are.
-    scales = [name for name in KV_SCALES if name in planned and len(call.tensors[name].shape) == 2]
-    of_requests = ("page_table", "seq_lens", *scales)
-    shape, like = _shape(call, problem), dict[tuple[str, ...], list[NativeLaunch[Any]]]()
+    problem = _problem(like)
+    shape = _shape(like, problem)
 
-    def resized(sizes: Mapping[str, int]) -> Sequence[NativeLaunch[Any]] | None:
-        tokens, batch, q_len = sizes["q"], sizes["seq_lens"], sizes.get("max_q_len", _MOST)
-        of_rows = dict.fromkeys(("q", *_PER_TOKEN), tokens)
-        of_calls = {**planned, **of_rows, **dict.fromkeys(of_requests, batch), "q_cu_seq_lens": batch + 1}
-        if any(sizes[name] != of_calls[name] for name in planned):
-            return None
-        if not (_LEAST_RESIZED <= tokens <= _MOST and 1 <= q_len <= _MOST and batch >= 1):
-            return None
-        of_call: dict[str, Any] = {"batch": batch, "tokens": tokens, "q_len": min(tokens, q_len)}
-        other = replaced(problem, **of_call)
-        other_shape = replaced(shape, copied=copy_of_cache(other), **of_call)
-        selections = select_context_launches(release.kernels, other_shape, device)
-        kernels = tuple([selection.kernel.symbol for selection in selections])
-        launches = resized_launches(like[kernels], selections, other) if kernels in like else None
-        if launches is None:
-            launches = like[kernels] = context_launches(selections, other_shape, other, release.file_of)
-        return launches
+    def fits(sizes: Sizes) -> bool:
+        return _LEAST_RESIZED <= sizes["tokens"] <= _MOST and 1 <= sizes["q_len"] <= _MOST
 
-    return resized
+    def select(sizes: Sizes) -> tuple[ContextSelections, ContextProblem]:
+        changes: dict[str, Any] = {**sizes, "q_len": min(sizes["tokens"], sizes["q_len"])}
+        other = replaced(problem, **changes)
+        other_shape = replaced(shape, copied=copy_of_cache(other), **changes)
+        return select_context_launches(release.kernels, other_shape, device), other
+
+    def plan(selections: ContextSelections, other: ContextProblem) -> Sequence[NativeLaunch[Any]]:
+        return context_launches(selections, _shape(like, other), other, release.file_of)
+
+    return resizer_of(like, fits, select, plan, resized_launches)
 
 
 def _shape(call: AttentionCall, problem: ContextProblem) -> ContextShape:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypedDict
 from ...dtypes import DTYPES
 from ...errors import UsageError
 from ...kernels.native.launches import NativeLaunch
-from ...kernels.native.mla.plan import MlaProblem, mla_launch
+from ...kernels.native.mla.plan import MlaProblem, mla_launch, resized_mla
 from ...kernels.native.mla.select import (
     MAX_HEADS,
     MAX_QUERIES,
@@ -20,6 +20,7 @@ from ...kernels.native.mla.select import (
 from ...launch.driver import DeviceFacts
 from ...launch.workspace import AnyWorkspace
 from ...tensor import TensorView
+from ...values import replaced
 from ..attention_operator import SCALES, AttentionCall, AttentionOperator
 from ..backends import AUTO
 from ..call_sizes import CallSizes, Explained
@@ -31,13 +32,15 @@ from ..decode_rules import (
     check_queries,
     check_shapes,
     decode_tensors,
+    fits_like,
     problem_values,
 )
 from ..fast_path.operator_function import operator_function
 from ..latent_cache import KV_CACHE, LATENTS, OUT_DTYPES, Q_DTYPES, Q_ROPE, V_CACHE, check_cache
-from ..operator import Given, OutputForm, TensorArg, shape_of
+from ..operator import Given, OutputForm, Resizer, TensorArg, shape_of
 from ..paged_cache import check_table
 from ..pipeline import plan_call, run_call, torch_op
+from ..resizing import Sizes, resizer_of, with_two_requests
 from ..runtime import NativeRelease, Runtime
 from ..step_plan import StepPlan
 
@@ -66,12 +69,12 @@ def _strides(cache: TensorView) -> tuple[int, int]:
     return cache.strides[0] if pages > 1 else page_size * cache.strides[1], cache.strides[1]
 
 
-def _launches(call: AttentionCall, device: DeviceFacts, release: NativeRelease) -> Sequence[NativeLaunch[MlaSelection]]:
+def _problem(call: AttentionCall) -> MlaProblem:
     cache, options = call.tensors["kv_cache"], call.options
     values, rope = call.tensors.get(V_CACHE.name), call.tensors.get(Q_ROPE.name)
     pages, page_size, _, width = cache.shape
     latent = LATENTS[width]
-    problem = MlaProblem(
+    return MlaProblem(
         **problem_values(call),
         kv_dtype=DTYPES[cache.dtype].short,
         page_size=page_size,
@@ -84,9 +87,31 @@ def _launches(call: AttentionCall, device: DeviceFacts, release: NativeRelease) 
         value_strides=None if values is None else _strides(values),
         q_rope_strides=None if rope is None else (token_stride(Q_ROPE.name, rope, 2), rope.strides[-2]),
     )
-    shape = problem.shape(ragged=call.ragged, batch_invariant=options.batch_invariant)
+
+
+def _launches(call: AttentionCall, device: DeviceFacts, release: NativeRelease) -> Sequence[NativeLaunch[MlaSelection]]:
+    problem = _problem(call)
+    shape = problem.shape(ragged=call.ragged, batch_invariant=call.options.batch_invariant)
     selection = select_mla_decode(release.kernels, shape, device)
     return [mla_launch(selection, problem, release.file_of(selection.kernel))]
+
+
+def _resizer(call: AttentionCall, device: DeviceFacts, release: NativeRelease) -> Resizer | None:
+    """As ``Operator``."""
+    like = with_two_requests(call, _check)
+    if like is None:
+        return None
+    problem = _problem(like)
+    shape = problem.shape(ragged=like.ragged, batch_invariant=like.options.batch_invariant)
+
+    def select(sizes: Sizes) -> tuple[Sequence[MlaSelection], MlaProblem]:
+        of_shape = replaced(shape, batch=sizes["batch"], q_len=sizes["q_len"])
+        return (select_mla_decode(release.kernels, of_shape, device),), replaced(problem, **sizes)
+
+    def plan(selections: Sequence[MlaSelection], other: MlaProblem) -> Sequence[NativeLaunch[MlaSelection]]:
+        return [mla_launch(selection, other, release.file_of(selection.kernel)) for selection in selections]
+
+    return resizer_of(like, fits_like(like, most=MAX_QUERIES, kv_heads=1), select, plan, resized_mla)
 
 
 def _output(arguments: Given) -> OutputForm:
@@ -117,6 +142,7 @@ MLA_DECODE = AttentionOperator(
     options=DecodeOptions,
     check=_check,
     launches=_launches,
+    resizer=_resizer,
     output=_output,
     capacity=lambda call: call.tensors["page_table"].shape[1] * call.tensors["kv_cache"].shape[1],
     scale=_no_default,

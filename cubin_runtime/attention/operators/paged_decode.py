@@ -11,7 +11,7 @@ from ...errors import UsageError
 from ...kernels.native.launches import NativeLaunch
 from ...launch.driver import DeviceFacts
 from ...launch.workspace import AnyWorkspace
-from ...values import dataclass
+from ...values import dataclass, replaced
 from ..attention_operator import SCALES, AttentionCall, AttentionOperator, default_scale
 from ..backends import AUTO
 from ..call_sizes import MOST, CallSizes, Explained
@@ -23,10 +23,11 @@ from ..decode_rules import (
     check_queries,
     check_shapes,
     decode_tensors,
+    fits_like,
     problem_values,
 )
 from ..fast_path.operator_function import operator_function
-from ..operator import Given, OutputForm, TensorArg, dtype_of, shape_of
+from ..operator import Given, OutputForm, Resizer, TensorArg, dtype_of, shape_of
 from ..paged_cache import (
     E4M3,
     KV_SCALE_TENSORS,
@@ -44,12 +45,14 @@ from ..paged_cache import (
     value_table_offset,
 )
 from ..pipeline import plan_call, run_call, torch_op
+from ..resizing import Sizes, resizer_of, with_two_requests
 from ..runtime import NativeRelease, Runtime
 from ..step_plan import StepPlan
 
 if TYPE_CHECKING:
     from ...artifacts.tables.native_kernels import NativeKernel
     from ...kernels.native.decode.grids import DecodeShape
+    from ...kernels.native.decode.plan import DecodeProblem
     from ...kernels.native.decode.select import DecodeSelection
     from ...protocols import DecodeBackend, DraftPosition, KvLayout, Stream
     from ...tensor import OutT, QueryT, Scale, Tensor
@@ -107,16 +110,13 @@ def _check(call: AttentionCall) -> None:
         )
 
 
-def _launches(
-    call: AttentionCall, device: DeviceFacts, release: NativeRelease
-) -> Sequence[NativeLaunch[DecodeSelection]]:
+def _problem(call: AttentionCall) -> DecodeProblem:
     # An import of the package is faster without what chooses kernels.
-    from ...kernels.native.decode.plan import CacheStrides, DecodeProblem, decode_launches
-    from ...kernels.native.decode.select import select_decode
+    from ...kernels.native.decode.plan import CacheStrides, DecodeProblem
 
     k, v, options = call.tensors["k_cache"], call.tensors["v_cache"], call.options
     kv_heads, head_dim = k.shape[2:]
-    problem = DecodeProblem(
+    return DecodeProblem(
         **problem_values(call),
         kv_dtype=DTYPES[k.dtype].short,
         page_size=k.shape[1],
@@ -133,8 +133,38 @@ def _launches(
         v_scale_strides=scale_strides(call.tensors.get("v_scale")),
         v_table_offset=value_table_offset(call.tensors["page_table"]),
     )
-    shape = problem.shape(ragged=call.ragged, batch_invariant=options.batch_invariant)
+
+
+def _launches(
+    call: AttentionCall, device: DeviceFacts, release: NativeRelease
+) -> Sequence[NativeLaunch[DecodeSelection]]:
+    from ...kernels.native.decode.plan import decode_launches
+    from ...kernels.native.decode.select import select_decode
+
+    problem = _problem(call)
+    shape = problem.shape(ragged=call.ragged, batch_invariant=call.options.batch_invariant)
     return decode_launches(select_decode(release.kernels, shape, device), problem, release.file_of)
+
+
+def _resizer(call: AttentionCall, device: DeviceFacts, release: NativeRelease) -> Resizer | None:
+    """As ``Operator``."""
+    from ...kernels.native.decode.plan import decode_launches, resized_decode
+    from ...kernels.native.decode.select import select_decode
+
+    like = with_two_requests(call, _check)
+    if like is None:
+        return None
+    problem = _problem(like)
+    shape = problem.shape(ragged=like.ragged, batch_invariant=like.options.batch_invariant)
+
+    def select(sizes: Sizes) -> tuple[Sequence[DecodeSelection], DecodeProblem]:
+        return select_decode(release.kernels, replaced(shape, **sizes), device), replaced(problem, **sizes)
+
+    def plan(selections: Sequence[DecodeSelection], other: DecodeProblem) -> Sequence[NativeLaunch[DecodeSelection]]:
+        return decode_launches(selections, other, release.file_of)
+
+    fits = fits_like(like, most=MAX_QUERIES, kv_heads=problem.kv_heads)
+    return resizer_of(like, fits, select, plan, resized_decode)
 
 
 def _output(arguments: Given) -> OutputForm:
@@ -158,6 +188,7 @@ PAGED_DECODE = AttentionOperator(
     scales=(*SCALES, *KV_SCALES),
     check=_check,
     launches=_launches,
+    resizer=_resizer,
     output=_output,
     capacity=lambda call: call.tensors["page_table"].shape[-1] * call.tensors["k_cache"].shape[1],
     scale=default_scale,

@@ -44,11 +44,26 @@ class NativeLaunch(Generic[SelectionT_co]):
     portable: LaunchPlan | None = None
 
     def resized(
-        self, selection: Any, grid: tuple[int, int, int], values: Mapping[str, object]
+        self,
+        selection: Any,
+        grid: tuple[int, int, int],
+        values: Mapping[str, object],
+        regions: tuple[Region, ...] | None = None,
+        attributes: LaunchAttributes | None = None,
     ) -> NativeLaunch[SelectionT_co]:
-        """The launch with another selection of the same kernel, another grid, and other values of some fields."""
-        plan = replaced(self.plan, grid=grid, values={**self.plan.values, **values}, why=selection)
-        return replaced(self, selection=selection, plan=plan)
+        """The launch with another selection of the same kernel, another grid, and other values of some fields.
+
+        ``regions`` are of the same names; they and ``attributes`` stay where there are none.
+        """
+        fields: Any = self.plan.values  # a proxy, whose union takes a sixth of the time of a dict that is made of it
+        plan = replaced(
+            self.plan,
+            grid=grid,
+            values=fields | values,
+            why=selection,
+            attributes=attributes or self.plan.attributes,
+        )
+        return replaced(self, selection=selection, plan=plan, regions=regions or self.regions)
 
 
 def scratch_regions(

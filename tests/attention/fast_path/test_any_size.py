@@ -16,7 +16,7 @@ from cubin_runtime.attention.operator_plan import OperatorPlan
 from cubin_runtime.attention.runtime import PlanCache
 from cubin_runtime.tensor import TensorView
 from cubin_runtime.testing import StandIn
-from tests.attention.any_size_calls import BUFFERS, OPERATORS, calls_of
+from tests.attention.any_size_calls import BUFFERS, OPERATORS, Tensors, call_of, calls_of
 from tests.attention.fast_path_calls import Call, Caller, FullPaths, others_of
 
 
@@ -155,7 +155,7 @@ def test_a_bound_is_within_the_room_of_each_call_not_of_another(caller: Caller, 
         assert (came[0] != "UsageError") == ((keys, longest) in in_room)
 
 
-@pytest.mark.parametrize("name", ["context_attention over pages"])
+@pytest.mark.parametrize("name", ["context_attention over pages", "paged_decode of ragged queries"])
 def test_lengths_of_several_requests_lie_side_by_side_whatever_those_of_one_did(
     caller: Caller, calls: list[Call]
 ) -> None:
@@ -166,8 +166,8 @@ def test_lengths_of_several_requests_lie_side_by_side_whatever_those_of_one_did(
             seq_lens=replace(lens, shape=(batch,), strides=(5,)),
             page_table=replace(table, shape=(batch, table.shape[1])),
             q_cu_seq_lens=caller.memory.tensor("int32", batch + 1),
-            lse=None,
             workspace=named,
+            **{name: None for name in ("lse", "mask") if name in calls[0].arguments},
             **{name: caller.memory.tensor("bfloat16", tokens, 64, 128) for name in ("q", "out")},
         )
         came = caller.outcome(call)
@@ -194,6 +194,35 @@ def test_scales_of_each_request_have_as_many_rows_as_the_call_has_requests(
         outcomes.append(caller.outcome(call))
         assert outcomes[-1] == caller.in_full(call)
     assert ["symbol" in came[0] for came in outcomes] == [True, True, True, False, False, True]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "context_attention over scaled pages",
+        "paged_decode over scaled pages",
+    ],
+)
+@pytest.mark.parametrize("first", [1, 3])
+def test_scales_of_a_single_head_are_a_stride_apart_in_several_requests_alone(
+    caller: Caller, name: str, first: int
+) -> None:
+    memory, tensor = caller.memory, Tensors(caller.memory)
+    workspace = replace(BUFFERS, context=caller.runtime.driver.primary_context(0))
+    for tokens, batch in ((20, first), (21, first), (22, first), (23, 1), (24, 4), (25, 2), (26, 1)):
+        call = call_of(name, tensor, caller.runtime, tokens, batch, 9)
+        changes: dict[str, Any] = {
+            of: replace(value, shape=(*value.shape[:-2], 1, value.shape[-1]))
+            for of, value in call.arguments.items()
+            if of in ("k", "v", "k_cache", "v_cache")
+        }
+        if "q" in call.arguments:
+            changes |= {of: memory.tensor("bfloat16", tokens, 8, 128) for of in ("q", "out")} | {"lse": None}
+        scales = {of: replace(memory.tensor("float32", batch, 7), shape=(batch, 1)) for of in ("k_scale", "v_scale")}
+        changed = call.changed(**changes, **scales, workspace=workspace)
+        came = caller.outcome(changed)
+        assert "symbol" in came[0], came
+        assert came == planned_anew(caller, changed)[0]
 
 
 @pytest.mark.parametrize("name", ["context_attention over pages"])
@@ -290,6 +319,103 @@ def test_sizes_whose_launches_have_the_same_kernels_share_a_plan(
     planned, kept = (sum(len(getattr(path, of)) for path in paths) for of in ("_plans", "_paths"))
     assert kept > 50
     assert planned < 8 or dtype != "bfloat16"  # a cache that is converted before is planned anew
+
+
+DECODES = {
+    "paged_decode of ragged queries": (
+        {},
+        {"mask": None, "batch_invariant": True},
+        {"window_left": 100, "draft_position": "index", "enable_pdl": True},
+        {"mask": None, "sinks": (64,), "output_scale": (1,), "softmax_scale": (1,)},
+    ),
+    "paged_decode": ({}, {"batch_invariant": True}, {"sinks": (8, 8)}),
+    "paged_decode of even drafts": ({}, {"mask": None, "batch_invariant": True}),
+    "paged_decode over scaled pages": ({}, {"k_scale": (8,), "v_scale": 2.0}, {"k_scale": None, "v_scale": (1,)}),
+    "mla_decode of ragged queries": ({}, {"batch_invariant": True, "enable_pdl": True}),
+    "mla_decode of rope columns elsewhere": ({},),
+}
+
+
+@pytest.mark.parametrize("longest", [900, 60000])
+@pytest.mark.parametrize(("name", "options"), [(name, options) for name in DECODES for options in DECODES[name]])
+def test_decodes_of_any_size_are_launched_as_if_they_were_planned_anew(
+    caller: Caller, name: str, options: dict[str, Any], longest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked, original = [], pipeline._launches
+    monkeypatch.setattr(pipeline, "_launches", lambda *arguments: checked.append(1) or original(*arguments))
+    memory, drawn, tensor = caller.memory, random.Random(1), Tensors(caller.memory)
+    changes = {of: memory.tensor("float32", *value) if type(value) is tuple else value for of, value in options.items()}
+    changes["workspace"] = replace(BUFFERS, context=caller.runtime.driver.primary_context(0))
+    most = 16 if "mla" in name else 32
+    sizes = [(9, 4, 2), (8, 3, 2), (1, 1, 1), (2, 2, most), (1, 1, most)]
+    for _ in range(40):
+        batch, bound = drawn.randint(1, 1 << drawn.randint(1, 8)), drawn.randint(1, most)
+        sizes.append((drawn.randint(1, batch * bound), batch, bound))
+    in_full = 0
+    for each in sizes:
+        call = call_of(name, tensor, caller.runtime, *each)
+        table = memory.tensor("int32", each[1], -(-longest // 64))
+        call = call.changed(page_table=table, max_seq_len=longest, **changes)
+        before = len(checked)
+        came = caller.outcome(call)
+        in_full += len(checked) - before
+        assert "symbol" in came[0], came
+        assert came == planned_anew(caller, call)[0] == caller.outcome(call)
+    ((path,),) = (paths.entries for paths in caller.runtime.family_paths.values())
+    assert in_full == 2
+    assert len(path._bases) > 1  # of other kernels, or other parts of a workspace
+
+
+@pytest.mark.parametrize(
+    ("name", "most"), [("paged_decode of ragged queries", 64), ("mla_decode of ragged queries", 16)]
+)
+def test_bounds_on_query_tokens_are_refused_as_the_full_path_does(caller: Caller, name: str, most: int) -> None:
+    tensor, kinds = Tensors(caller.memory), []
+    sizes = [(9, 4, 2), (8, 3, 2), (7, 3, 2), (7, 3, 0), (7, 3, most), (7, 3, most + 1), (70, 6, 1 << 40), (7, 3, -1)]
+    for tokens, batch, bound in sizes:
+        call = call_of(name, tensor, caller.runtime, tokens, batch, bound)
+        if "mask" in call.arguments and bound > 32:
+            call = call.changed(mask=None if bound > most else caller.memory.tensor("uint16", tokens, 4))
+        came = caller.outcome(call)
+        assert came == planned_anew_or_refused(caller, call)
+        kinds.append("symbol" in came[0])
+    assert kinds == [True, True, True, False, True, False, False, False]
+
+
+@pytest.mark.parametrize("name", ["paged_decode of ragged queries"])
+def test_masks_have_as_many_words_as_the_bound_on_query_tokens_needs(caller: Caller, name: str) -> None:
+    tensor, kinds = Tensors(caller.memory), []
+    for bound, words in ((30, 1), (31, 1), (32, 1), (33, 1), (33, 2), (34, 2), (35, 2), (64, 2), (32, 2), (31, 1)):
+        call = call_of(name, tensor, caller.runtime, 70 + len(kinds), 5, bound)
+        call = call.changed(mask=caller.memory.tensor("uint16", 70 + len(kinds), 2 * words))
+        came = caller.outcome(call)
+        assert came == planned_anew_or_refused(caller, call)
+        kinds.append("symbol" in came[0])
+    assert kinds == [True, True, True, False, True, True, True, True, False, True]
+
+
+@pytest.mark.parametrize("name", ["paged_decode of ragged queries", "paged_decode of even drafts"])
+def test_more_tiles_than_a_launch_can_number_are_refused_as_the_full_path_does(caller: Caller, name: str) -> None:
+    tensor, kinds = Tensors(caller.memory), []
+    for batch in (5, 6, 7, 100, 1 << 15, 1 << 20):
+        call = call_of(name, tensor, caller.runtime, batch, batch, 32)
+        table = caller.memory.tensor("int32", batch, 16 << 10)
+        changed = call.changed(page_table=table, max_seq_len=1 << 20)
+        came = caller.outcome(changed)
+        assert came == planned_anew_or_refused(caller, changed)
+        kinds.append(came[0] != "UsageError")
+    assert kinds == [True, True, True, True, False, False]
+
+
+@pytest.mark.parametrize("name", ["paged_decode of ragged queries"])
+def test_outputs_whose_tokens_lie_between_heads_have_as_many_as_there_is_room_for(caller: Caller, name: str) -> None:
+    tensor, outcomes = Tensors(caller.memory), []
+    for tokens in (20, 30, 40, 64, 65):
+        out = replace(caller.memory.tensor("bfloat16", tokens, 64, 128), strides=(128, 64 * 128, 1))
+        call = call_of(name, tensor, caller.runtime, tokens, 3, 9).changed(out=out)
+        outcomes.append(caller.outcome(call))
+        assert outcomes[-1] == planned_anew_or_refused(caller, call)
+    assert ["symbol" in came[0] for came in outcomes] == [True] * 4 + [False]
 
 
 @pytest.mark.parametrize("name", ["context_attention over pages", "paged_decode of ragged queries"])

@@ -20,6 +20,7 @@ from .grids import SEGMENTS, DecodeShape
 from .select import DecodeSelection
 
 _SWIZZLE_BYTES = 128  # the widest span; a longer row is several boxes of the same map
+_SUFFIXES = ((), ("",), (" 1", " 2"))  # of the regions of each launch, by the number of launches
 
 
 class CacheStrides(NamedTuple):
@@ -76,11 +77,27 @@ def decode_launches(
     A run's values are the tensors' addresses by name, ``k_cache`` and ``v_cache`` among them, those of the workspace's
     regions, and ``problem.NUMBERS``.
     """
-    suffixes = [f" {number}" for number in range(1, len(selections) + 1)] if len(selections) > 1 else [""]
     return tuple(
         _launch(selection, problem, file_of(selection.kernel), suffix)
-        for selection, suffix in zip(selections, suffixes, strict=True)
+        for selection, suffix in zip(selections, _SUFFIXES[len(selections)], strict=True)
     )
+
+
+def resized_decode(
+    launches: Sequence[NativeLaunch[DecodeSelection]], selections: Sequence[DecodeSelection], problem: DecodeProblem
+) -> list[NativeLaunch[DecodeSelection]]:
+    """``decode_launches``, made of those of a problem with other numbers of requests and query tokens, whose selections
+    have the same kernels."""
+    return [
+        launch.resized(
+            selection,
+            selection.grid(problem),
+            _sized_values(selection, problem),
+            _regions(selection, problem, suffix),
+            _attributes(selection.cluster_size, problem.programmatic_serialization),
+        )
+        for launch, selection, suffix in zip(launches, selections, _SUFFIXES[len(selections)], strict=True)
+    ]
 
 
 def _launch(
@@ -94,13 +111,7 @@ def _launch(
         "kv_heads": problem.kv_heads,
         "group": problem.group,
         "group_reciprocal": -(-(1 << CONSTANTS.decode_group_reciprocal_bits) // problem.group),
-        "head_groups": problem.kv_heads // selection.cta_group_size,
-        "cta_group_size": selection.cta_group_size,
-        "splits": selection.splits,
-        "cluster_size_log2": selection.cluster_size.bit_length() - 1,
-        "slack_tiles": selection.slack_tiles,
-        "min_rows": selection.min_rows,
-        "max_rows": selection.max_rows,
+        **_sized_values(selection, problem),
         "window_left": problem.window_left,
         "positions_by_index": int(problem.positions_by_index),
         "v_table_offset": problem.v_table_offset,
@@ -113,16 +124,35 @@ def _launch(
         kernel,
         file,
         grid=selection.grid(problem),
-        attributes=LaunchAttributes(
-            cluster=(selection.cluster_size, 1, 1) if selection.cluster_size > 1 else None,
-            programmatic_serialization=problem.programmatic_serialization,
-        ),
+        attributes=_attributes(selection.cluster_size, problem.programmatic_serialization),
         values=values,
         caches=dict(zip(names, ("k_cache", "v_cache"), strict=True)),
         regions=regions,
         why=selection,
     )
     return NativeLaunch(selection, plan, regions)
+
+
+def _sized_values(selection: DecodeSelection, problem: DecodeProblem) -> dict[str, object]:
+    """The fields that depend on the numbers of requests and query tokens."""
+    return {
+        "batch": problem.batch,
+        "tokens": problem.tokens,
+        "q_len": problem.q_len,
+        "head_groups": problem.kv_heads // selection.cta_group_size,
+        "cta_group_size": selection.cta_group_size,
+        "splits": selection.splits,
+        "cluster_size_log2": selection.cluster_size.bit_length() - 1,
+        "slack_tiles": selection.slack_tiles,
+        "min_rows": selection.min_rows,
+        "max_rows": selection.max_rows,
+    }
+
+
+@lru_cache(maxsize=256)  # batches of any size have one of a few
+def _attributes(cluster_size: int, programmatic_serialization: bool) -> LaunchAttributes:
+    cluster = (cluster_size, 1, 1) if cluster_size > 1 else None
+    return LaunchAttributes(cluster=cluster, programmatic_serialization=programmatic_serialization)
 
 
 def _regions(selection: DecodeSelection, problem: DecodeProblem, suffix: str) -> tuple[Region, ...]:

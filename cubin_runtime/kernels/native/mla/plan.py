@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ....artifacts.tables.native_kernels import NativeKernel
 from ....dtypes import BY_SHORT
 from ....launch.plan import LaunchAttributes
@@ -75,15 +77,35 @@ def mla_launch(selection: MlaSelection, problem: MlaProblem, file: KernelFile) -
             "q_rope_token_stride": rope_strides[0],
             "q_rope_head_stride": rope_strides[1],
             "heads": problem.heads,
-            "cta_group_size": selection.cta_group_size,
-            "splits": selection.splits,
-            "slack_tiles": selection.slack_tiles,
+            **_sized_values(selection, problem),
         },
         caches=caches,
         regions=regions,
         why=selection,
     )
     return NativeLaunch(selection, plan, regions)
+
+
+def resized_mla(
+    launches: Sequence[NativeLaunch[MlaSelection]], selections: Sequence[MlaSelection], problem: MlaProblem
+) -> list[NativeLaunch[MlaSelection]]:
+    """``mla_launch``, made of that of a problem with other numbers of requests and query tokens, whose selection has
+    the same kernel."""
+    (launch,), (selection,) = launches, selections
+    values, regions = _sized_values(selection, problem), mla_regions(selection, problem)
+    return [launch.resized(selection, selection.grid(problem), values, regions)]
+
+
+def _sized_values(selection: MlaSelection, problem: MlaProblem) -> dict[str, object]:
+    """The fields that depend on the numbers of requests and query tokens."""
+    return {
+        "batch": problem.batch,
+        "tokens": problem.tokens,
+        "q_len": problem.q_len,
+        "cta_group_size": selection.cta_group_size,
+        "splits": selection.splits,
+        "slack_tiles": selection.slack_tiles,
+    }
 
 
 def mla_regions(selection: MlaSelection, problem: MlaProblem) -> tuple[Region, ...]:
