@@ -231,6 +231,7 @@ def _resizer(call: Call, device: DeviceFacts, release: NativeRelease) -> Resizer
         return None
     ragged, lists = len(k.shape) == 3, len(table.shape) == 1
     scales = [name for name in KV_SCALES if name in planned and len(tensors[name].shape) == 2]
+    least = 2 if any(tensors[name].shape[1] == 1 for name in scales) else 1  # the only scale of a call has no strides
     of_tokens = ("k", "v", "positions", "batch_indices")
     of_requests = ("seq_lens", *scales, *(() if lists else ("page_table",)))
     problem, shape, (like,) = _problem(call), _shape(call), _launches(call, device, release)
@@ -249,7 +250,7 @@ def _resizer(call: Call, device: DeviceFacts, release: NativeRelease) -> Resizer
         tokens = rows * prod(k.shape[1:-2])
         if any(size != expected[name] for name, size in sizes.items()):
             return None
-        if not (1 <= tokens <= _MOST_TOKENS and batch >= 1 and pages >= 1):
+        if not (1 <= tokens <= _MOST_TOKENS and batch >= least and pages >= 1):
             return None
         selection = select_append(release.kernels, replaced(shape, tokens=tokens), device)
         columns = pages if lists else problem.columns

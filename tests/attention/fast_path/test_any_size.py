@@ -200,6 +200,7 @@ def test_scales_of_each_request_have_as_many_rows_as_the_call_has_requests(
     "name",
     [
         "context_attention over scaled pages",
+        "append_kv with scales of each request",
         "paged_decode over scaled pages",
     ],
 )
