@@ -58,7 +58,9 @@ def cases() -> list[Case]:
     }
     found = [Case("32/8 heads", name, own, q_heads=32, page=PAGE) for name, own in lengths.items()]
     few = mixed(draw, 64, 1024), mixed(draw, 256, 200)
-    found += [Case("8/1 heads", f"{len(n)} requests, mixed", n, q_heads=8, kv_heads=1, page=PAGE) for n in few]
+    of_rank = {f"1 x {keys}": same(1, keys) for keys in (1024, 4096, 16384)}
+    of_rank |= {f"{len(each)} requests, mixed": each for each in few}
+    found += [Case("8/1 heads", name, own, q_heads=8, kv_heads=1, page=PAGE) for name, own in of_rank.items()]
     return [*found, Case("64/8 heads, D 64", "64 x 1024, mixed", few[0], head_dim=64, page=PAGE)]
 
 

@@ -42,7 +42,7 @@ class Work(NamedTuple):
     active_ctas: int
     in_clusters: bool
     alone: bool
-    has_choice: bool
+    may_choose: bool
 
 
 class Sample(NamedTuple):
@@ -61,6 +61,7 @@ class Sample(NamedTuple):
 
 class _Recorder:
     estimate = Work
+    places = H200.multiprocessors
 
 
 def samples_of(measured: Mapping[str, Any], kernels: Sequence[NativeKernel], device: DeviceFacts) -> list[list[Sample]]:

@@ -18,8 +18,21 @@ MIXED = ((16, 400), (64, 200), (64, 1024), (256, 200), (256, 1024), (128, 2048))
 # Fewer sizes, for other heads and for query tokens.
 SOME = tuple(product((16, 64, 256, 512), (32, 200, 800)))
 OTHER_HEADS = ((64, 8, 128, "bf16"), (64, 8, 64, "e4m3"), (8, 1, 128, "e4m3"))
-# Single requests of few KV heads, from short to as long as a model's bound.
-ALONE_HEADS = ((8, 1, 128, "bf16"), (16, 2, 128, "bf16"), (8, 1, 64, "bf16"), (8, 1, 128, "e4m3"))
+# Single requests, mostly of few KV heads, from short to as long as a model's bound.
+ALONE_HEADS = (
+    (8, 1, 128, "bf16"),
+    (16, 2, 128, "bf16"),
+    (16, 4, 128, "bf16"),
+    (8, 1, 64, "bf16"),
+    (16, 2, 64, "bf16"),
+    (4, 1, 256, "bf16"),
+    (8, 2, 256, "bf16"),
+    (8, 1, 128, "e4m3"),
+    (16, 4, 128, "e4m3"),
+    (8, 1, 64, "e4m3"),
+    (64, 8, 64, "e4m3"),
+    (8, 2, 256, "e4m3"),
+)
 ALONE = tuple((1, 1 << power) for power in range(9, 18))
 GROUPS_OF_EIGHT = ((64, 8, 128, "bf16"), (8, 1, 128, "bf16"), (64, 8, 64, "bf16"))
 QUERIES = tuple(product((2, 4, 8), ((1, 4096), (16, 200), (16, 2048), (64, 512), (64, 4096))))
@@ -84,8 +97,8 @@ def mixed(batch: int, keys: int) -> tuple[int, ...]:
 
 
 def rows() -> Iterator[Row]:
-    """All rows: single requests of few heads, even and mixed lengths, query tokens, MLA."""
-    for heads, q_len, (batch, keys) in product(ALONE_HEADS, (1, 4), ALONE):
+    """All rows: single requests, even and mixed lengths, query tokens, MLA."""
+    for heads, q_len, (batch, keys) in product(ALONE_HEADS, (1, 2, 4, 8), ALONE):
         yield _row(*heads, q_len, even(batch, keys), f"{batch}x{keys}")
     for heads in HEADS:
         # The single requests of few heads are above.
@@ -104,7 +117,7 @@ def _queries() -> Iterator[Row]:
     for q_len, heads, (batch, keys) in product((4, 8), (*HEADS, *OTHER_HEADS), SOME):
         yield _row(*heads, q_len, even(batch, keys), f"{batch}x{keys}")
     for (q_len, (batch, keys)), heads in product(QUERIES, GROUPS_OF_EIGHT):
-        is_alone = q_len == 4 and heads in ALONE_HEADS and (batch, keys) in ALONE
+        is_alone = heads in ALONE_HEADS and (batch, keys) in ALONE
         if not is_alone and (q_len == 2 or (batch, keys) not in SOME):
             yield _row(*heads, q_len, even(batch, keys), f"{batch}x{keys}")
 

@@ -230,7 +230,7 @@ class Pace(NamedTuple):
         active_ctas: int,
         in_clusters: bool,
         alone: bool,
-        has_choice: bool,
+        may_choose: bool,
     ) -> Estimate:
         """The terms of a problem's time.
 
@@ -244,12 +244,12 @@ class Pace(NamedTuple):
             active_ctas: those that have any tiles.
             in_clusters: whether each output tile has a cluster.
             alone: whether there is a single request, and no CTAs but those of its clusters.
-            has_choice: whether there is a single request, and there are others.
+            may_choose: whether a single request's clusters have a choice, or leave room for CTAs that would.
         """
         start, merge = self.start_us, 0.0
         if in_clusters:
             of_clusters = self.alone_start_us if alone else self.cluster_start_us
-            start = self.alone_choice_start_us if has_choice else of_clusters
+            start = self.alone_choice_start_us if may_choose else of_clusters
         others = max(0.0, row_tiles - 1.0)
         tile = self.tile_us + (self.shared_tile_us - self.tile_us) * (min(1.0, others) if shared else 0.0)
         reads = 1.0 if shared else 1.0 + others * self.reread_share

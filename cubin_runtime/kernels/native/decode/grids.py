@@ -363,7 +363,9 @@ def estimates_of(
     groups, blocks = grid.ctas // grid.cta_group_size, output_tiles // grid.cta_group_size
     uneven = 1 if shape.ragged or (blocks % groups and groups % blocks) else 0
     alone = grid.alone and tiling.tiles * tiling.tile_tokens <= _ALONE_TOKENS
-    has_choice = shape.batch == 1 and not grid.alone
+    # A single request's clusters that have a choice, or leave room for others that would.
+    may_choose = shape.batch == 1 and not alone and tiling.rows <= _CHOICE_ROWS
+    may_choose = may_choose and (not grid.alone or 2 * grid.ctas <= tiling.paces[0].places)
     estimates = []
     for tiles in lengths:
         all_tiles, splits = output_tiles * tiles, tiling.splits
@@ -392,7 +394,7 @@ def estimates_of(
                 active,
                 in_clusters,
                 alone,
-                has_choice,
+                may_choose,
             )
         )
     return estimates

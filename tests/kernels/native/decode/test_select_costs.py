@@ -68,7 +68,7 @@ class Work(NamedTuple):
     active_ctas: int = 1 << 20
     in_clusters: bool = False
     alone: bool = False
-    has_choice: bool = False
+    may_choose: bool = False
 
 
 SIZES = (
@@ -81,7 +81,7 @@ SIZES = (
     "active_ctas",
     "in_clusters",
     "alone",
-    "has_choice",
+    "may_choose",
 )
 
 
@@ -333,8 +333,8 @@ def test_a_cluster_of_a_single_request_starts_sooner() -> None:
 
 
 def test_a_single_request_s_clusters_take_time_to_choose_where_there_are_other_ctas() -> None:
-    assert estimate(WORK._replace(in_clusters=True, has_choice=True), COSTS).fixed_us == 3.25
-    assert estimate(WORK._replace(has_choice=True), COSTS).fixed_us == 5.0
+    assert estimate(WORK._replace(in_clusters=True, may_choose=True), COSTS).fixed_us == 3.25
+    assert estimate(WORK._replace(may_choose=True), COSTS).fixed_us == 5.0
 
 
 def test_a_larger_tile_takes_a_cta_the_time_of_its_tokens() -> None:
