@@ -83,7 +83,7 @@ H200_KERNELS = (
     KernelCost(1, 128, 16, 2, 2.43, 0.776, 4.92, least_share=0.714, shared_tile_us=0.721, reread_share=0.216),
     KernelCost(1, 128, 64, 1, 1.82, 0.843, 5.51, 2, least_share=0.714),
     # By single requests: benchmarks/results/launch_alone_h200.json.
-    KernelCost(1, 64, 8, 1, 2.28, 0.32, 2.35, least_share=0.692),
+    KernelCost(1, 64, 8, 1, 2.28, 0.32, 2.35, least_share=0.692, shared_tile_us=0.236),
     KernelCost(1, 64, 8, 2, 2.76, 0.452, 2.17, least_share=0.32),
     KernelCost(1, 64, 16, 1, 2.08, 0.36, 5.12, least_share=0.704),
     KernelCost(1, 64, 16, 2, 3.41, 0.453, 4.5, least_share=0.676),
