@@ -48,7 +48,7 @@ DEALT_JOBS: dict[str, tuple[list[int], int]] = {
     "8 x 30,000 + 256": ([30000] * 8, 256),
 }
 NGRAM = {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2}
-SHAPES = ("llama-shape", "gptoss-shape", "gemma3-shape", "qwen3moe-shape", "deepseek-shape")
+SHAPES = ("llama-shape", "llama-rank-shape", "gptoss-shape", "gemma3-shape", "qwen3moe-shape", "deepseek-shape")
 MODELS = ("llama", "gptoss", "gemma3", "qwen3moe", "deepseek", "deepseek-lists", "gemma2")
 # Bytes of cache for the prompts of judged tokens, of any of the models; engines of several models share a card.
 TOKENS_CACHE = 3_000_000_000

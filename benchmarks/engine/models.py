@@ -16,6 +16,9 @@ COMMON = {"vocab_size": VOCABULARY, "max_position_embeddings": 32768}
 
 LLAMA = COMMON | {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
 LLAMA |= {"rope_theta": 500000.0, "tie_word_embeddings": False}
+# A rank of eight of the 70B model.
+LLAMA_RANK = LLAMA | {"hidden_size": 8192, "intermediate_size": 3584, "num_attention_heads": 8}
+LLAMA_RANK |= {"num_key_value_heads": 1, "head_dim": 128}
 GEMMA = COMMON | {"head_dim": 256, "query_pre_attn_scalar": 256}
 GEMMA_4B = GEMMA | {"hidden_size": 2560, "intermediate_size": 6912, "num_attention_heads": 8, "num_key_value_heads": 4}
 # A cap that scores of random weights come near.
@@ -49,6 +52,7 @@ CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", LLAMA | {"num_hidden_layers": 4}),
     "llama-shape": ("LlamaConfig", LLAMA | {"num_hidden_layers": 32}),
     "llama-half-shape": ("LlamaConfig", LLAMA | {"num_hidden_layers": 16}),
+    "llama-rank-shape": ("LlamaConfig", LLAMA_RANK | {"num_hidden_layers": 32}),
     "llama-eagle": ("LlamaConfig", LLAMA | {"num_hidden_layers": 1}),
     "gemma2": ("Gemma2Config", GEMMA2),
     "gemma3": ("Gemma3TextConfig", GEMMA_4B | {"num_hidden_layers": 6, "sliding_window": 512}),

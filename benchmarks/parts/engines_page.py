@@ -32,6 +32,7 @@ MODELS = {
     "llama": "Llama 3 8B, 4 layers",
     "llama-shape": "Llama 3 8B, 32 layers",
     "llama-half-shape": "Llama 3 8B, 16 layers",
+    "llama-rank-shape": "Llama 3 70B, 32 layers, a rank of eight",
     "one-kv-head": "32 heads on one KV head, 4 layers",
     "one-kv-head-shape": "32 heads on one KV head, 16 layers",
     "gptoss": "GPT-OSS, 4 layers, 8 experts",
