@@ -190,14 +190,16 @@ def _prompt(results: Path) -> list[Sequence[str]]:
 
 
 def _engine(results: Path) -> list[Sequence[str]]:
-    """The jobs of the shape of Llama in both engines; the run that starts one says which cubins they launched."""
+    """The jobs of the shape of Llama in both engines; the run that starts them says which cubins they launched."""
     speeds, measured = [], []
     for engine, (name, ours, model, layers, peer) in ENGINES.items():
         report = _report(results, f"{engine}_figures")
-        of_llama = [row for row in report["rows"] if row["model"] == model]
-        ratios = [ratios_of(row["rounds"], ours) for row in of_llama if "job" in row]
-        jobs = [each["whole"] for each in ratios if "whole" in each]
-        if is_fresh(next(row for row in of_llama if "cubins" in row), pinned(results)):
+        jobs, fresh = [], False
+        for row in (row for row in report["rows"] if row["model"] == model):
+            fresh = is_fresh(row, pinned(results)) if "cubins" in row else fresh
+            ratios = ratios_of(row["rounds"], ours) if fresh and "job" in row else {}
+            jobs += [ratios["whole"]] if "whole" in ratios else []
+        if jobs:
             environment = report["environment"]
             speeds.append(f"{min(jobs):.2f} to {max(jobs):.2f} times the speed of {peer} in {name}")
             measured.append(

@@ -77,7 +77,7 @@ def us_of(selection: DecodeSelection, row: Row, launches: list[dict[str, Any]]) 
     ]
     if not selection.cluster_size:
         found = [x for x in found if (x["slack_tiles"] >= max(tiles)) == (selection.slack_tiles >= max(tiles))]
-    elif row.batch > 1:
+    elif not selection.alone:
         total = sum(tiles) * row.kv_heads * selection.row_tiles
         is_even = (
             -(-max(tiles) // selection.cluster_size) <= total // min(selection.ctas, total) + selection.slack_tiles
@@ -95,8 +95,8 @@ def chosen_us() -> dict[str, dict[int, float]]:
     for record in measured["rows"]:
         row = Row.read({name: value for name, value in record.items() if name != "launches"})
         if row.kv_heads and row.q_len == 1:
-            # The kernels measured cut a single request by its length, which those of the release do not yet.
-            for bound in row.bounds if row.batch > 1 else [bound for bound in row.bounds if bound <= 16384]:
+            # A single request's clusters have other numbers of CTAs than those measured, where they have a choice.
+            for bound in row.bounds if row.batch > 1 else [bound for bound in row.bounds if bound <= 8192]:
                 (made,) = select_decode(KERNELS, shape_of(row, bound), device)
                 every.setdefault(row.name, {})[bound] = us_of(made, row, record["launches"])
     return every
@@ -139,6 +139,28 @@ def test_several_query_tokens_over_e4m3_caches_gain_more_than_they_lose() -> Non
     assert max(ratios) < 1.35
     assert sum(ratios) / len(ratios) < 0.89
     assert sum(ratio < 0.9 for ratio in ratios) > 5 * sum(ratio > 1.1 for ratio in ratios)
+
+
+def test_single_requests_far_below_their_bound_gain_more_than_longer_ones_lose() -> None:
+    """Of sizes that nothing was fitted to."""
+    rows = [row for row in read("launch_turns_alone_h200.json")["rows"] if " 1x" in row["name"]]
+    pairs = [
+        (int(row["name"].rpartition("x")[2]), b, row["after"][b] / us)
+        for row in rows
+        for b, us in row["before"].items()
+    ]
+    short = [ratio for keys, bound, ratio in pairs if bound == "131072" and keys <= 11000]
+    assert max(short) < 1.15
+    assert sum(short) / len(short) < 0.89
+    ratios = [ratio for *_, ratio in pairs]
+    assert sum(ratios) / len(ratios) < 0.97
+    assert sum(ratio < 0.9 for ratio in ratios) > 2 * sum(ratio > 1.1 for ratio in ratios)
+
+
+def test_most_predictions_of_single_requests_held_back_are_within_fifteen_percent() -> None:
+    kept, held_back = halves(samples_of(expanded(read("launch_alone_h200.json")), KERNELS, H200))
+    assert len(kept) > 2500
+    assert within(errors(held_back, COSTS)) > 0.78
 
 
 def test_row_tiles_that_keep_together_gain_more_than_they_lose() -> None:
