@@ -44,6 +44,7 @@ int __shfl_up_sync(unsigned, int, int);
 unsigned __ballot_sync(unsigned, int);
 unsigned __reduce_max_sync(unsigned, unsigned);
 int __any_sync(unsigned, int);
+int __clz(int);
 int __ffs(int);
 unsigned __byte_perm(unsigned, unsigned, unsigned);
 int __popc(unsigned);

@@ -56,6 +56,7 @@ static unsigned __reduce_max_sync(unsigned, unsigned value) {
     return most;
 }
 static int __ffs(int value) { return __builtin_ffs(value); }
+static int __clz(int value) { return __builtin_clz(value); }
 static int __popc(unsigned value) { return __builtin_popcount(value); }
 static int __popcll(unsigned long long value) { return __builtin_popcountll(value); }
 // The device's result is off by up to two units in the last place.
