@@ -77,8 +77,12 @@ class CallTensors(dict[str, TensorView]):
 
     @property
     def sized(self) -> dict[str, int]:
-        """The first dimension of each tensor that does not stay from step to step: counts of tokens and requests."""
+        """The first dimension of each tensor that does not stay from step to step: counts of tokens and requests.
+
+        A single element in a canonical form, such as one scale, may come with any number of dimensions, or none.
+        """
         sized = [(arg, view) for arg, view in self._there if not (arg.resident or arg.scalar)]
+        sized = [(arg, view) for arg, view in sized if not (arg.canonical and view.shape == (1,))]
         return {arg.name: view.shape[0] for arg, view in sized if view.shape}
 
     def resized(self, sizes: Mapping[str, int]) -> CallTensors:

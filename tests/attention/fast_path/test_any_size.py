@@ -176,6 +176,39 @@ def test_lengths_of_several_requests_lie_side_by_side_whatever_those_of_one_did(
     assert kinds == ["launched", "launched", "launched", "UsageError"]
 
 
+SCALES = ("k_scale", "v_scale")
+SCALED = (
+    "context_attention over scaled pages",
+    "append_kv with scales of each request",
+    "paged_decode over scaled pages",
+)
+
+
+@pytest.mark.parametrize("name", SCALED)
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_a_single_scale_of_keys_or_values_may_have_any_number_of_dimensions(
+    caller: Caller, calls: list[Call], shape: tuple[int, ...]
+) -> None:
+    scales = {name: caller.memory.tensor("float32", *shape) for name in SCALES}
+    for call in calls[:5]:
+        scaled = call.changed(**scales)
+        came = caller.outcome(scaled)
+        assert "symbol" in came[0], came
+        assert came == planned_anew(caller, scaled)[0]
+    assert [len(paths.entries) for paths in caller.runtime.family_paths.values()] == [1]
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_several_scales_do_not_pass_for_a_single_one_of_as_many_dimensions(caller: Caller, calls: list[Call]) -> None:
+    kinds = []
+    for call, rows in zip(calls, (1, 1, 1, 8, 1), strict=False):
+        scales = {name: caller.memory.tensor("float32", rows, 1) for name in SCALES}
+        came = caller.outcome(call.changed(**scales))
+        assert came == planned_anew_or_refused(caller, call.changed(**scales))
+        kinds.append("symbol" in came[0])
+    assert kinds == [True, True, True, False, True]
+
+
 @pytest.mark.parametrize("name", ["context_attention over scaled pages"])
 @pytest.mark.parametrize("rows", [1, 4, 64])
 def test_scales_of_each_request_have_as_many_rows_as_the_call_has_requests(
