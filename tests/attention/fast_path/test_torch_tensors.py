@@ -121,6 +121,14 @@ def test_memory_that_torch_lends_is_asked_for_by_each_call_of_any_size(runtime: 
     assert len(sent(standin)) > 1  # the conversion, and attention
 
 
+def test_scales_without_a_dimension_have_a_path_for_any_size(runtime: Runtime, full_paths: FullPaths) -> None:
+    caches = {name: torch.zeros(8, 64, 4, 128, dtype=torch.float8_e4m3fn) for name in ("k_cache", "v_cache")}
+    scales = {name: torch.ones(()) for name in ("k_scale", "v_scale")}  # as of a layer of vLLM
+    for tokens in range(2, 8):
+        paged_decode(**ragged(tokens) | caches | scales, max_q_len=8, max_seq_len=256, runtime=runtime)
+    assert full_paths.count == 2
+
+
 CALLS: dict[str, Callable[[Runtime], Callable[[], Any]]] = {
     "paged_decode": lambda runtime: _call(paged_decode, max_seq_len=256, runtime=runtime, **given()),
     "mla_decode": lambda runtime: _call(mla_decode, max_seq_len=256, runtime=runtime, **latent()),
