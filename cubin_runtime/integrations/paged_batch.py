@@ -25,6 +25,8 @@ _FEW_TOKENS = 16
 # From so many KV heads of all requests on few splits of each give work to all multiprocessors; of fewer, long requests
 # have more than one CTA merges as fast as a launch for that.
 _ENOUGH_HEADS = 8
+# KV heads of all requests times the bound on keys, where a launch of few tokens numbers its tiles in 31 bits.
+_MOST_PAIRS = 1 << 33
 
 
 class Part(NamedTuple):
@@ -142,8 +144,10 @@ def _decode_bound(
         return part.max_q_len if decodes_directly(heads, kv_heads, head_size, options) else None
     few, window = few_tokens(heads, kv_heads, head_size, options), options.window_left
     keys = part.max_seq_len if window < 0 else min(part.max_seq_len, window + 1)
+    heads_of_all = part.table.shape[0] * kv_heads
     # One bound for all, as each needs fast paths.
-    return few if is_decoded(part.max_q_len, part.table.shape[0] * kv_heads, keys, few) else None
+    is_taken = is_decoded(part.max_q_len, heads_of_all, keys, few) and has_tiles(heads_of_all, part.max_seq_len)
+    return few if is_taken else None
 
 
 def launch_part(
@@ -197,3 +201,8 @@ def is_decoded(tokens: int, heads: int, keys: int, few: int) -> bool:
         keys: the bound on those that a token sees.
     """
     return tokens <= few and (are_few(keys) or heads >= _ENOUGH_HEADS)
+
+
+def has_tiles(heads: int, keys: int) -> bool:
+    """Return whether few tokens of requests with so many KV heads in all and a bound of ``keys`` fit one decode."""
+    return heads * keys <= _MOST_PAIRS

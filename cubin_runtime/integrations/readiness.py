@@ -14,7 +14,7 @@ from ..attention.operators.context_attention import plan_context_attention
 from ..attention.operators.merge_states import plan_merge_states
 from ..attention.operators.paged_decode import plan_paged_decode
 from ..kernels.native.prefill.select import most_copy_bytes
-from .paged_batch import LayerOptions, PagedBatch, Part, attend, decodes_directly, few_tokens
+from .paged_batch import LayerOptions, PagedBatch, Part, attend, decodes_directly, few_tokens, has_tiles
 from .scratch import Limits, load, shared_scratch
 
 _SIZES = 4  # a fast path for any size is written at the second size that is new, or a little later
@@ -174,7 +174,7 @@ def _plans(
                     even = even.unflatten(0, (requests, tokens))
                 yield plan_paged_decode(even, *arguments, even, **shared)
     if few := few_tokens(heads, kv_heads, size, options):
-        yield from _few_token_plans(queries, (k_cache, v_cache), table, lengths, few, limits, shared)
+        yield from _few_token_plans(queries, kv_heads, (k_cache, v_cache), table, lengths, few, limits, shared)
     prompts = {(*sizes, bound) for sizes in limits.prompt_sizes for bound in limits.prompt_bounds}
     if cache_dtype != q.dtype:  # converted before for some numbers of keys, by other kernels
         prompts |= {(limits.tokens, 1, 1 << power) for power in range(limits.keys.bit_length())}
@@ -195,6 +195,7 @@ def _plans(
 
 def _few_token_plans(
     queries: Any,
+    kv_heads: int,
     caches: tuple[Any, Any],
     table: Any,
     lengths: Any,
@@ -204,6 +205,8 @@ def _few_token_plans(
 ) -> Iterator[OperatorPlan]:
     """Plans like those of prompts that are launched as decodes; how many tokens they have counts, too."""
     for requests, keys in product(_counts(min(limits.requests, limits.tokens)), sorted(limits.prompt_bounds)):
+        if not has_tiles(requests * kv_heads, keys):
+            continue
         bounds = {"q_cu_seq_lens": lengths[: requests + 1], "max_q_len": few, "max_seq_len": keys}
         arguments = (*caches, table[:requests], lengths[:requests])
         for rows in sorted({min(requests * each, limits.tokens) for each in (1, min(2, few), few)}):

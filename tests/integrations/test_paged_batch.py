@@ -244,9 +244,12 @@ def test_few_new_tokens_are_launched_as_decodes(
         (7, 4096, -1, "paged_decode"),
         (1, 8192, 4095, "paged_decode"),
         (1, 8192, 4096, "context_attention"),
+        (8192, 1 << 20, -1, "paged_decode"),
+        (8193, 1 << 20, -1, "context_attention"),
+        (8193, 1 << 20, 100, "context_attention"),
     ],
 )
-def test_few_new_tokens_behind_few_long_contexts_are_split_by_context_attention(
+def test_few_new_tokens_behind_few_or_too_many_long_contexts_run_on_context_attention(
     requests: int, keys: int, window_left: int, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     called, q = Called(monkeypatch), torch.zeros(requests, 8, 128)

@@ -18,6 +18,7 @@ from cubin_runtime.launch.workspace import workspace_size  # noqa: E402
 
 pytestmark = pytest.mark.torch
 MOST = 140
+BOUNDS = (1024, 4096, 1 << 20)  # on keys, of a model with a million of them
 
 
 def needs(plan: Any) -> tuple[int, int, set[str]]:
@@ -90,6 +91,18 @@ def test_few_new_tokens_of_any_number_need_no_more_than_what_is_planned(
     assert enough[0] >= least[0]
     assert enough[1] >= least[1]
     assert enough[2] >= least[2]
+
+
+@pytest.mark.parametrize("window_left", [-1, 4095])
+def test_many_requests_of_a_long_model_leave_few_new_tokens_to_context_attention(
+    hopper: Runtime, window_left: int
+) -> None:
+    options, limits = LayerOptions(0.125, window_left, 0.0, None, batch_invariant=False), Limits(2048, 8192, 1 << 20)
+    q = torch.zeros(8192, 32, 128, dtype=torch.bfloat16)
+    plans = readiness._plans(q, 8, 64, "HND", options, limits, q.dtype)
+    decodes = [plan for plan in plans if plan.operator.name == "paged_decode" and plan.options.max_q_len]
+    requests = {keys: max(plan.specs[4].shape[0] for plan in decodes if plan.bounds[1] == keys) for keys in BOUNDS}
+    assert requests == {1024: 2048, 4096: 2048, 1 << 20: 1024}
 
 
 @pytest.mark.parametrize("keys", [8192, 1 << 17, 1 << 20])
