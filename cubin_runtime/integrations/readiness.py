@@ -13,6 +13,7 @@ from ..attention.operator_plan import OperatorPlan
 from ..attention.operators.context_attention import plan_context_attention
 from ..attention.operators.merge_states import plan_merge_states
 from ..attention.operators.paged_decode import plan_paged_decode
+from ..attention.runtime import default_runtime
 from ..kernels.native.prefill.select import most_copy_bytes
 from .paged_batch import LayerOptions, PagedBatch, Part, attend, decodes_directly, few_tokens, has_tiles
 from .scratch import Limits, load, shared_scratch
@@ -204,7 +205,10 @@ def _few_token_plans(
     shared: dict[str, Any],
 ) -> Iterator[OperatorPlan]:
     """Plans like those of prompts that are launched as decodes; how many tokens they have counts, too."""
-    for requests, keys in product(_counts(min(limits.requests, limits.tokens)), sorted(limits.prompt_bounds)):
+    most = min(limits.requests, limits.tokens)
+    # Of more KV heads than multiprocessors, requests of one token may have a kernel that no other number of them has.
+    full = default_runtime().driver.device(queries.device.index or 0).multiprocessors // kv_heads
+    for requests, keys in product({*_counts(most), min(most, full + 1)}, limits.prompt_bounds):
         if not has_tiles(requests * kv_heads, keys):
             continue
         bounds = {"q_cu_seq_lens": lengths[: requests + 1], "max_q_len": few, "max_seq_len": keys}

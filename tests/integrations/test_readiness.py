@@ -93,6 +93,18 @@ def test_few_new_tokens_of_any_number_need_no_more_than_what_is_planned(
     assert enough[2] >= least[2]
 
 
+@pytest.mark.parametrize(("heads", "kv_heads", "requests"), [(8, 1, 133), (16, 2, 67), (32, 4, 34)])
+def test_the_first_requests_with_more_kv_heads_than_multiprocessors_are_planned_for(
+    hopper: Runtime, heads: int, kv_heads: int, requests: int
+) -> None:
+    assert (requests - 1) * kv_heads == hopper.driver.device(0).multiprocessors
+    options, limits = LayerOptions(0.125, -1, 0.0, None, batch_invariant=False), Limits(MOST, 4096, 8192)
+    q = torch.zeros(4096, heads, 128, dtype=torch.bfloat16)
+    plans = readiness._plans(q, kv_heads, 16, "HND", options, limits, q.dtype)
+    sizes = {(plan.specs[0].shape[0], plan.specs[4].shape[0]) for plan in plans if plan.options.max_q_len == 8}
+    assert (requests, requests) in sizes
+
+
 @pytest.mark.parametrize("window_left", [-1, 4095])
 def test_many_requests_of_a_long_model_leave_few_new_tokens_to_context_attention(
     hopper: Runtime, window_left: int
