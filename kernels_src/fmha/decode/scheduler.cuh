@@ -48,8 +48,8 @@ struct DecodeTiling : Splits {
         return r;
     }
 
-    // Where CTAs in clusters divide the tile space, a group lies within a cluster if its size allows that, and a cluster's
-    // groups lie far apart: then row tiles that read the same keys do so at the same time.
+    // Where the CTAs of clusters divide the tile space, a group lies within a cluster if its size allows that, and the
+    // groups of a cluster lie far apart: then row tiles that read the same keys do so at the same time.
     DEVICE static bool groups_in_clusters(const Params& p) {
         const int size = p.cta_group_size;
         return (size & (size - 1)) == 0 && size <= static_cast<int>(gridDim.x);  // which is a power of two
