@@ -75,6 +75,7 @@ class DecodeSelection(Selection):
         if self.cluster_size:
             size = self.cluster_size
             split = f"a cluster of {size} CTAs per output tile" if size > 1 else "one CTA per output tile"
+            split += "" if self.alone else ", or stream-K where a request is long"
         return (("splits", self.splits or split),)
 
     def details(self, shape: DecodeShape) -> Facts:
@@ -303,8 +304,8 @@ def _reason(fit: Fit, form: _Form, shape: DecodeShape) -> str:
 
 
 def _sharing(grid: Grid) -> str:
-    if grid.cluster_size > 1:
-        return f"a cluster of {grid.cluster_size} for each KV head and row tile of a request"
     if grid.cluster_size:
-        return "one for each KV head and row tile of a request"
+        several = f"a cluster of {grid.cluster_size}" if grid.cluster_size > 1 else "one"
+        otherwise = "" if grid.alone else ", or all together where one is long"
+        return f"{several} for each KV head and row tile of a request{otherwise}"
     return f"{count(grid.cta_group_size, 'KV head')} side by side"
