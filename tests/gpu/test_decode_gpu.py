@@ -74,6 +74,18 @@ def test_one_very_long_request_matches_float64(
     assert_case(runtime, wanted, rng)
 
 
+@pytest.mark.parametrize("keys", [0, 1, 300, 5_000, 9_000, 40_000])
+@pytest.mark.parametrize("kv_heads", [1, 2, 3, 4])
+def test_a_single_request_below_a_model_s_bound_matches_float64(
+    runtime: Runtime, rng: np.random.Generator, kv_heads: int, keys: int
+) -> None:
+    """Its length decides between clusters and all CTAs; row tiles of the same keys lie in one cluster, or cannot."""
+    single = DecodeCase((keys,), 131_072, kv_heads=kv_heads)
+    assert_case(runtime, single, rng)
+    assert_case(runtime, replace(single, q_len=4), rng)
+    assert_case(runtime, replace(single, q_len=4, head_dim=64, kv_dtype="e4m3", q_dtype="bf16"), rng)
+
+
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_one_long_request_beside_short_ones_matches_float64(
     runtime: Runtime, rng: np.random.Generator, batch_invariant: bool
