@@ -94,7 +94,7 @@ def _size(count: _Count, tokens: int, batch: int) -> int:
 
 
 def _counts(call: AttentionCall) -> dict[str, _Count]:
-    """What each first dimension counts; those that are neither tokens nor requests stay as they are."""
+    """The unit of each first dimension; those that are neither tokens nor requests stay as they are."""
     tensors = call.tensors
     of_rows = (1, 0, 0) if call.ragged else (0, 1, 0)
     counts = {
