@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from cubin_runtime.artifacts.tables.native_kernels import NativeKernel
 from cubin_runtime.kernels.native.cost_model import costs_of
@@ -64,9 +64,14 @@ class Launch(NamedTuple):
         }
         if mla:
             return MlaSelection(**common)
-        alone = self.ctas == self.cluster_size * self.cta_group_size * self.row_tiles
+        alone = is_alone(self._asdict())
         bounds = {"min_rows": 0, "max_rows": ANY_ROWS}
         return DecodeSelection(**common, **bounds, cluster_size=self.cluster_size, alone=alone, microseconds=0.0)
+
+
+def is_alone(launch: Mapping[str, Any]) -> bool:
+    """Whether a decode's CTAs are the clusters of a single request's output tiles, and no others; of a record."""
+    return bool(launch["ctas"] == launch["cluster_size"] * launch["cta_group_size"] * launch["row_tiles"])
 
 
 def shape_of(row: Row, bound: int) -> DecodeShape:

@@ -17,7 +17,7 @@ from cubin_runtime.kernels.native.cost_model import Costs, costs_of, pace_of, re
 from cubin_runtime.kernels.native.decode.grids import ANY_ROWS, Grid, Part, estimates_of, extent_of, tiling_of
 from cubin_runtime.launch.driver import DeviceFacts
 
-from .candidates import shape_of
+from .candidates import is_alone, shape_of
 from .rows import Row
 
 # Where the committed rows were measured.
@@ -87,8 +87,7 @@ def _samples(
         tiling = tiling_of(kernel, shape, part, device, costs)
         recorded = tiling._replace(paces=(_Recorder(),) * tiling.resident)
         names = ("ctas", "resident", "cta_group_size", "row_tiles", "cluster_size", "slack_tiles")
-        alone = launch["ctas"] == launch["cluster_size"] * launch["cta_group_size"] * launch["row_tiles"]
-        grid = Grid(tiles=0, alone=alone, **{name: launch[name] for name in names})
+        grid = Grid(tiles=0, alone=is_alone(launch), **{name: launch[name] for name in names})
         (work,) = estimates_of(recorded, extent_of(tiling, shape, part), grid, shape, [tiling.tiles])
         pace = {
             "item_bytes": 1 if row.dtype == "e4m3" else 2,

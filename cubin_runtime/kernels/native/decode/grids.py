@@ -364,8 +364,8 @@ def estimates_of(
     uneven = 1 if shape.ragged or (blocks % groups and groups % blocks) else 0
     alone = grid.alone and tiling.tiles * tiling.tile_tokens <= _ALONE_TOKENS
     # A single request's clusters that have a choice, or leave room for others that would.
-    may_choose = shape.batch == 1 and not alone and tiling.rows <= _CHOICE_ROWS
-    may_choose = may_choose and (not grid.alone or 2 * grid.ctas <= tiling.paces[0].places)
+    has_room = not grid.alone or 2 * grid.ctas <= tiling.paces[0].places
+    may_choose = shape.batch == 1 and not alone and tiling.rows <= _CHOICE_ROWS and has_room
     estimates = []
     for tiles in lengths:
         all_tiles, splits = output_tiles * tiles, tiling.splits
