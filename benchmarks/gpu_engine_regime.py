@@ -1,5 +1,5 @@
 """Attention as an engine calls it: decodes planned for the model's longest context, with lengths far below it, and
-mixed; with ``--chunks`` new query tokens behind cached contexts.
+mixed; new query tokens behind cached contexts (``--kind engine_chunks``); MLA (``--kind engine_regime_mla``).
 
 Run: ``python benchmarks/gpu_engine_regime.py --out DIR`` on a machine with a Hopper GPU, torch and triton. Times are
 those in a sequence of layers (``sequence/timing.py``). Peers are FlashInfer's fa2, which plans with the real lengths,
@@ -13,14 +13,16 @@ import argparse
 import os
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from decode.cases import Case, same
+from decode import mla_regime
+from decode.cases import FA3_SPLITS, Case, mixed, same
 from decode.peers import describe, fa2
-from decode.problem import Pool, Problem, difference
+from decode.problem import Pool, Problem, difference, tables_of
 from decode.timing import Call
 from gpu_environment import built_sources, gpu_environment
 from row_origin import keep, origin_of
@@ -35,12 +37,6 @@ HIDDEN = 4096
 PAGE = 16
 BOUNDS = (8192, 131072)
 SEED = 3
-FA3_SPLITS = 32  # as vLLM asks for where it captures graphs
-
-
-def mixed(draw: random.Random, batch: int, mean: int) -> tuple[int, ...]:
-    """Lengths from a twentieth to nearly twice the mean."""
-    return tuple(max(1, int(mean * draw.uniform(0.05, 1.95))) for _ in range(batch))
 
 
 def cases() -> list[Case]:
@@ -88,12 +84,6 @@ def chunk_cases() -> list[Case]:
         for section, (q_heads, kv_heads, head_dim) in shapes.items()
         for batch, keys, new in (sizes if section == "32/8 heads" else sizes[3:9])
     ]
-
-
-def tables_of(problem: Problem, bound: int) -> list[torch.Tensor]:
-    """Its page tables with columns for ``bound`` keys."""
-    columns = -(-bound // problem.case.page)
-    return [torch.nn.functional.pad(table, (0, columns - table.shape[1])) for table in problem.tables]
 
 
 def ours_of(problem: Problem, runtime: Runtime, bound: int) -> tuple[Any, Maker]:
@@ -173,17 +163,43 @@ def peers_of(name: str, problem: Problem) -> dict[str, Callable[[], list[Call]]]
 PEERS = ("fa2", "fa3")
 
 
-def row_of(case: Case, runtime: Runtime, pool: Pool, peers: list[str], method: Method) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What a run measures: the question that it answers, cases, tensors of a case, and what makes the calls."""
+
+    question: str
+    page: int
+    cases: Callable[[], list[Any]]
+    problem: Callable[[Any, Pool, int], Any]
+    ours: Callable[[Any, Runtime, int], tuple[Any, Maker]]
+    peers: Callable[[str, Any], dict[str, Callable[[], list[Call]]]]
+
+
+KINDS = {
+    "engine_regime": Kind("decode planned for more than the lengths", PAGE, cases, Problem, ours_of, peers_of),
+    "engine_chunks": Kind("new tokens behind cached contexts", PAGE, chunk_cases, Problem, ours_of, peers_of),
+    "engine_regime_mla": Kind(
+        "MLA decode planned for more than the lengths",
+        mla_regime.PAGE,
+        mla_regime.cases,
+        mla_regime.MlaProblem,
+        mla_regime.ours_of,
+        mla_regime.peers_of,
+    ),
+}
+
+
+def row_of(kind: Kind, case: Any, runtime: Runtime, pool: Pool, peers: list[str], method: Method) -> dict[str, Any]:
     """Microseconds by contestant: ours by bound, the tight one first, and the peers; their outputs beside ours."""
-    problem = Problem(case, pool, method.layers)
+    problem = kind.problem(case, pool, method.layers)
     row = {"section": case.section, "label": case.label, "longest": case.longest, "kv_bytes": case.kv_bytes}
     plans, makers = {}, {}
     for bound in (case.longest, *[bound for bound in BOUNDS if bound >= case.longest]):
         name = "ours, tight" if bound == case.longest else f"ours, {bound}"
-        plans[name], makers[name] = ours_of(problem, runtime, bound)
+        plans[name], makers[name] = kind.ours(problem, runtime, bound)
     makers["ours, tight"](torch.cuda.current_stream())[0]()
     row["difference"], row["errors"] = {}, {}
-    for name, make in (item for peer in peers for item in peers_of(peer, problem).items()):
+    for name, make in (item for peer in peers for item in kind.peers(peer, problem).items()):
         try:
             row["difference"][name] = difference(make()[0](), problem.out)
             makers[name] = lambda _, make=make: make()
@@ -201,13 +217,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--peers", default=",".join(PEERS), help="by comma (%(default)s); empty: nobody")
-    parser.add_argument("--chunks", action="store_true", help="new tokens behind cached contexts, in place of decodes")
+    parser.add_argument("--kind", choices=KINDS, default="engine_regime", help="what to measure (%(default)s)")
     parser.add_argument("--rounds", type=int, default=Method().rounds, help="of a sequence (%(default)s)")
     chosen = parser.parse_args()
     torch.manual_seed(0)
     store = Path(os.environ.get("CUBIN_RUNTIME_CACHE", chosen.out / "store"))
     runtime = Runtime(Config(store=store, sources=built_sources(), offline=True))
-    method, every = Method(rounds=chosen.rounds, hidden=HIDDEN), chunk_cases() if chosen.chunks else cases()
+    kind, method = KINDS[chosen.kind], Method(rounds=chosen.rounds, hidden=HIDDEN)
+    every = kind.cases()
     pool = Pool(method.layers * max(case.pages * case.page_bytes for case in every))
     peers, skipped = [name for name in chosen.peers.split(",") if name], {}
     if "fa3" in peers:
@@ -216,15 +233,13 @@ def main() -> int:
         except Exception as failure:  # why there is no such peer is a result
             peers.remove("fa3")
             skipped["fa3"] = describe(failure)
-    name = "engine_chunks" if chosen.chunks else "engine_regime"
-    question = "new tokens behind cached contexts" if chosen.chunks else "decode planned for more than the lengths"
-    result: dict[str, Any] = {"schema": SCHEMA, "question": question}
-    result |= {"method": method.record(), "page": PAGE, "bounds": BOUNDS, "skipped": skipped}
+    result: dict[str, Any] = {"schema": SCHEMA, "question": kind.question}
+    result |= {"method": method.record(), "page": kind.page, "bounds": BOUNDS, "skipped": skipped}
     result |= {"environment": gpu_environment(), "rows": []}
     for case in every:
-        row = row_of(case, runtime, pool, peers, method)
+        row = row_of(kind, case, runtime, pool, peers, method)
         result["rows"].append(row)
-        keep(result, chosen.out / f"{name}.json")
+        keep(result, chosen.out / f"{chosen.kind}.json")
         print(f"{row['section']}, {row['label']}: {row['us']} {row['errors'] or ''}", flush=True)
     return int(any(name.startswith("ours") for row in result["rows"] for name in row["errors"]))
 

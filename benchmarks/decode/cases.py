@@ -27,6 +27,7 @@ PUBLISHED = {
 # 96 and 64 query heads over 8 KV heads.
 MODELS = {"Qwen3-480B": (96, 128), "GPT-OSS": (64, 64)}
 RAGGED_SEED = 1
+FA3_SPLITS = 32  # as vLLM asks for where it captures graphs
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +88,16 @@ class Case:
 
 def same(batch: int, length: int) -> tuple[int, ...]:
     return (length,) * batch
+
+
+def mixed(draw: random.Random, batch: int, mean: int) -> tuple[int, ...]:
+    """Lengths from a twentieth to nearly twice the mean."""
+    return tuple(max(1, int(mean * draw.uniform(0.05, 1.95))) for _ in range(batch))
+
+
+def exponential(draw: random.Random, batch: int, mean: int) -> tuple[int, ...]:
+    """Many short lengths and few long ones, of at most eight times the mean."""
+    return tuple(max(1, min(8 * mean, int(draw.expovariate(1 / mean)))) for _ in range(batch))
 
 
 def gqa() -> list[Case]:

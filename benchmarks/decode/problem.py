@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
@@ -46,7 +47,7 @@ class Problem:
         self.counts = [-(-length // case.page) for length in case.lengths]
         order = torch.randperm(pages, dtype=torch.int32).view(sets, case.pages)
         self.indices = [part.cuda() for part in order]
-        self.tables = [self._table(part) for part in order]
+        self.tables = [page_table_of(part, self.counts) for part in order]
         self.lens = torch.tensor(case.lengths, dtype=torch.int32, device="cuda")
         rows = (case.batch * case.q_len, case.q_heads, case.head_dim)
         random = torch.randn(rows, device="cuda", dtype=torch.bfloat16)
@@ -55,12 +56,6 @@ class Problem:
         self.peer_q = self.q.to(torch.bfloat16) if case.q_dtype == "e4m3" else self.q
         self.out = torch.empty(rows, device="cuda", dtype=self.peer_q.dtype)
         self.scale = 1 / math.sqrt(case.head_dim)
-
-    def _table(self, order: torch.Tensor) -> torch.Tensor:
-        table = torch.zeros(self.case.batch, self.case.columns, dtype=torch.int32)
-        for row, part in enumerate(order.split(self.counts)):
-            table[row, : len(part)] = part
-        return table.cuda()
 
     def by_request(self, tokens: torch.Tensor) -> torch.Tensor:
         """``[tokens, heads, dim]`` as our call takes it: ``[batch, q_len, heads, dim]``, or without q_len where 1."""
@@ -71,6 +66,20 @@ class Problem:
         words = [(2 << token) - 1 for token in range(self.case.q_len)]
         mask = torch.tensor(words, dtype=torch.int32, device="cuda").view(1, -1, 1)
         return mask.expand(self.case.batch, -1, -1).contiguous().view(torch.uint16)
+
+
+def page_table_of(ids: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    """A page table with as many of the page ids for each request."""
+    table = torch.zeros(len(counts), max(counts), dtype=torch.int32)
+    for row, part in enumerate(ids.split(counts)):
+        table[row, : len(part)] = part
+    return table.cuda()
+
+
+def tables_of(problem: Any, bound: int) -> list[torch.Tensor]:
+    """The page tables of a problem with columns for ``bound`` keys."""
+    columns = -(-bound // problem.case.page)
+    return [torch.nn.functional.pad(table, (0, columns - table.shape[1])) for table in problem.tables]
 
 
 def difference(theirs: torch.Tensor, ours: torch.Tensor) -> float:

@@ -12,7 +12,7 @@ from .tables import PEER_LABELS, Report, table, us
 
 def planned(report: Report) -> tuple[str, ...]:
     """A title and a table: ours by what it was planned for, and the others; the ratio is to the longest."""
-    title = f"### Planned for the longest context, as engines do, bf16, pages of {report['page']} keys"
+    title = f"### Planned for the longest context, as engines do, pages of {report['page']} keys, bf16 if not stated"
     return title, _place(report), _by_bound(report, f"ours, {report['bounds'][-1]}")
 
 

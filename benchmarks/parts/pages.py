@@ -45,11 +45,12 @@ def _decode(results: Path) -> str:
 
 
 def _mla(results: Path) -> str:
-    report, flashmla, sparse, soak = _reports(results, "mla", "mla_flashmla", "sparse_mla", "sparse_mla_soak")
+    names = ("mla", "mla_flashmla", "engine_regime_mla", "sparse_mla", "sparse_mla_soak")
+    report, flashmla, planned, sparse, soak = _reports(results, *names)
     beside = (mla_page.beside_flashmla(flashmla), *summary.slower(flashmla))
     own = (*summary.slower(report), mla_page.figures(report))
     lists = (*mla_page.sparse(sparse), *summary.slower(sparse), mla_page.sparse_soak(soak))
-    return explained("\n\n".join((*own, *beside, *_profiled(results, "mla"), *lists)))
+    return explained("\n\n".join((*own, *beside, *regime.planned(planned), *_profiled(results, "mla"), *lists)))
 
 
 def _profiled(results: Path, name: str) -> tuple[str, ...]:

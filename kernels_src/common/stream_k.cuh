@@ -6,7 +6,8 @@
 // group has a contiguous work range of it, which is walked as work tiles: the part of the range that lies in one output
 // tile. An output tile that lies in several ranges is split: each CTA writes a partial, and the partials are merged. If
 // no output tile has more than `slack_tiles` KV tiles, none is split: each range begins and ends at the boundary of
-// output tiles that is nearest, and is longer than an equal share by no more than that.
+// output tiles that is nearest, and is longer than an equal share by no more than that. A family may do so for longer
+// ones, too.
 //
 // With `splits` > 0 (batch invariance) output tiles are cut by the request's own length alone, and a CTA group computes
 // the splits that begin in its range: each is a work tile, or all those of an output tile together.
@@ -18,8 +19,9 @@
 //     int tile_groups(p, request)                groups of `cta_group_size` output tiles of the request
 //     int useful_groups(p, longest, total, groups)   of so many CTA groups, those that save more than merging costs,
 //                                                where the longest output tile has that many KV tiles, and all `total`
-//     bool in_clusters(p, longest, share)        whether each output tile has a cluster instead, where the longest has
-//                                                that many KV tiles, and an equal share of the tile space this many
+//     bool keeps_whole(p, longest, share)        whether none is split although the longest output tile has that many
+//                                                KV tiles, and an equal share of the tile space this many
+//     bool in_clusters(p, longest, share)        whether each output tile has a cluster instead
 //     int split_count(p, request)                splits of its output tiles, where `splits` > 0
 //     int split_start(p, request, split)         the KV tile where a split begins; for the count, the end of all
 //     int split_from(p, request, tile)           the first split that begins at or behind a KV tile; the count: none
@@ -154,8 +156,9 @@ DEVICE WorkRange find_work_range(const Params& p) {
             range.kv_tiles = 0;
             longest = static_cast<int>(__reduce_max_sync(~0u, static_cast<uint32_t>(longest)));
             range.cta_groups = Tiling::useful_groups(p, longest, total, range.cta_groups);
-            range.whole = longest <= p.slack_tiles;
-            if (Tiling::in_clusters(p, longest, total / range.cta_groups)) {
+            const int share = total / range.cta_groups;
+            range.whole = longest <= p.slack_tiles || Tiling::keeps_whole(p, longest, share);
+            if (Tiling::in_clusters(p, longest, share)) {
                 range.cta_groups = 0;
                 return range;
             }

@@ -30,7 +30,7 @@ DIGESTS = frozenset({"a", "b"})
 # Pages by the reports whose rows say which cubins they launched, or would, had they been measured lately.
 BY_ROW = {
     "results/decode": ("decode", "decode_groups", "engine_regime", "method_check"),
-    "results/mla": ("mla", "sparse_mla", "sparse_mla_soak"),
+    "results/mla": ("mla", "engine_regime_mla", "sparse_mla", "sparse_mla_soak"),
     "results/prefill": ("prefill", "engine_chunks", "context_e4m3"),
     "results/h100": ("decode_h100", "mla_h100", "prefill_h100"),
 }

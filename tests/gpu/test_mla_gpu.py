@@ -249,6 +249,19 @@ def test_more_requests_than_ctas_match_float64(
     assert_case(runtime, replace(wanted, q_lens=q_lens, max_q_len=12, mask="any"), rng)
 
 
+@pytest.mark.parametrize("types", list(TYPES))
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize(("batch", "mean"), [(60, 500), (150, 400), (200, 100)])
+def test_ranges_of_short_and_long_requests_match_float64(
+    runtime: Runtime, rng: np.random.Generator, batch: int, mean: int, heads: int, types: str
+) -> None:
+    lengths = tuple(min(3_000, int(n)) for n in rng.exponential(mean, size=batch))
+    wanted = MlaCase(lengths, 3_000, heads=heads, **TYPES[types])
+    assert_case(runtime, wanted, rng)
+    q_lens = tuple(int(n) for n in rng.integers(0, 3, size=batch))
+    assert_case(runtime, replace(wanted, q_lens=q_lens, max_q_len=2, mask="any"), rng)
+
+
 @pytest.mark.parametrize("types", ["bf16", "e4m3, portable"])
 def test_an_fp8_output_saturates(runtime: Runtime, rng: np.random.Generator, types: str) -> None:
     wanted = replace(SMALL, out_dtype="e4m3", output_scale=5000.0, **TYPES[types])

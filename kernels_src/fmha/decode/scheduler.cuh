@@ -68,6 +68,8 @@ struct DecodeTiling : Splits {
 
     DEVICE static int useful_groups(const Params&, int, int, int groups) { return groups; }
 
+    DEVICE static bool keeps_whole(const Params&, int, int) { return false; }
+
     // A cluster that has an output tile for itself starts and merges sooner, but cannot help the others.
     DEVICE static bool in_clusters(const Params& p, int longest, int share) {
         const int log2 = p.cluster_size_log2;

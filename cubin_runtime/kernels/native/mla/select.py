@@ -32,9 +32,9 @@ _LONG_TILES, _LONG_SPLITS = 1024, 64
 # Kernels with row tiles below WIDE_ROWS take requests of at most this many rows, by the dtype of the cache.
 WIDE_ROWS = 64
 _FEW_ROWS = {"bf16": 16, "e4m3": 32}
-# No output tile of so many KV tiles is split if then all have some; where output tiles are few, of FEW_SLACK_TILES.
-SLACK_TILES = 16
-FEW_SLACK_TILES = 4
+# No output tile of so many KV tiles is split if then all have some; where output tiles are few, of FEW_SLACK_TILES; of
+# _WIDE_SLACK_TILES, with those that stand for its start, where there are as many of WIDE_ROWS as CTA groups.
+SLACK_TILES, FEW_SLACK_TILES, _WIDE_SLACK_TILES = 16, 4, 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +133,8 @@ def select_mla_decode(kernels: Iterable[NativeKernel], shape: MlaShape, device: 
         most_groups = min(most_groups, max(least, output_tiles * _MOST_FEW_ROWS_SPLITS))
     groups = cta_groups(most_groups, output_tiles, kv_tiles)
     slack = SLACK_TILES if 2 * output_tiles >= groups else FEW_SLACK_TILES
+    if output_tiles >= groups and _trait(best, "rows") >= WIDE_ROWS:
+        slack = _WIDE_SLACK_TILES
 
     def explain() -> tuple[str, tuple[MlaCandidate, ...]]:
         status = "" if best.status == MEASURED else f", {best.status}"
