@@ -118,7 +118,7 @@ def decoded_tokens(case: Case, bound: int) -> int:
     """The bound on the new tokens of a request with which engines have them decoded; 0: they do not."""
     plain = LayerOptions(1.0, -1, 0.0, None, batch_invariant=False)
     few = few_tokens(case.q_heads, case.kv_heads, case.head_dim, plain)
-    return few if is_decoded(case.q_len, case.batch * case.kv_heads, bound, few) else 0
+    return few if case.q_len <= few and is_decoded(case.batch, case.kv_heads, bound, plain.window_left) else 0
 
 
 def starts_of(case: Case) -> torch.Tensor:

@@ -142,12 +142,10 @@ def _decode_bound(
     ``decodes``: its requests decode."""
     if decodes:
         return part.max_q_len if decodes_directly(heads, kv_heads, head_size, options) else None
-    few, window = few_tokens(heads, kv_heads, head_size, options), options.window_left
-    keys = part.max_seq_len if window < 0 else min(part.max_seq_len, window + 1)
-    heads_of_all = part.table.shape[0] * kv_heads
+    few = few_tokens(heads, kv_heads, head_size, options)
+    requests, window = part.table.shape[0], options.window_left
     # One bound for all, as each needs fast paths.
-    is_taken = is_decoded(part.max_q_len, heads_of_all, keys, few) and has_tiles(heads_of_all, part.max_seq_len)
-    return few if is_taken else None
+    return few if part.max_q_len <= few and is_decoded(requests, kv_heads, part.max_seq_len, window) else None
 
 
 def launch_part(
@@ -190,19 +188,10 @@ def few_tokens(heads: int, kv_heads: int, head_size: int, options: LayerOptions)
     return min(_FEW_TOKENS, _FEW_ROWS[head_size] * kv_heads // heads)
 
 
-def is_decoded(tokens: int, heads: int, keys: int, few: int) -> bool:
-    """Return whether new tokens are launched as decodes, where requests may have up to ``few`` of them.
+def is_decoded(requests: int, kv_heads: int, max_seq_len: int, window_left: int) -> bool:
+    """Return whether prompts with new tokens as few as ``few_tokens`` are launched as decodes.
 
     Behind cached keys, few tokens are bound by the reading of these, which the decode kernels do faster.
-
-    Args:
-        tokens: the most new ones of a request.
-        heads: KV heads of all requests.
-        keys: the bound on those that a token sees.
     """
-    return tokens <= few and (are_few(keys) or heads >= _ENOUGH_HEADS)
-
-
-def has_tiles(heads: int, keys: int) -> bool:
-    """Return whether few tokens of requests with so many KV heads in all and a bound of ``keys`` fit one decode."""
-    return heads * keys <= _MOST_PAIRS
+    heads, keys = requests * kv_heads, max_seq_len if window_left < 0 else min(max_seq_len, window_left + 1)
+    return (are_few(keys) or heads >= _ENOUGH_HEADS) and heads * max_seq_len <= _MOST_PAIRS

@@ -15,7 +15,7 @@ from ..attention.operators.merge_states import plan_merge_states
 from ..attention.operators.paged_decode import plan_paged_decode
 from ..attention.runtime import default_runtime
 from ..kernels.native.prefill.select import most_copy_bytes
-from .paged_batch import LayerOptions, PagedBatch, Part, attend, decodes_directly, few_tokens, has_tiles
+from .paged_batch import LayerOptions, PagedBatch, Part, attend, decodes_directly, few_tokens, is_decoded
 from .scratch import Limits, load, shared_scratch
 
 _SIZES = 4  # a fast path for any size is written at the second size that is new, or a little later
@@ -84,7 +84,8 @@ def warm_up(
     sums = torch.arange(rows + 1, dtype=torch.int32, device=q.device)
     projected = q.new_zeros(rows, q.stride(0))[:, : q.shape[1] * q.shape[2]]
     out = q.new_empty(rows, *q.shape[1:])
-    few = few_tokens(q.shape[1], k_cache.shape[1 if kv_layout == "HND" else 2], q.shape[2], options)
+    kv_heads = k_cache.shape[1 if kv_layout == "HND" else 2]
+    few = few_tokens(q.shape[1], kv_heads, q.shape[2], options)
     # Prompts behind decodes: their lengths begin at any of the four places that an int32 has in 16 bytes.
     for first in range(min(4, rows)):
         for count in range(1 + _SIZES * first, min(1 + _SIZES * (first + 1), rows - first + 1)):
@@ -94,6 +95,7 @@ def warm_up(
                 Part(0, count, *arguments, query_sums, tokens, bound)
                 for bound in limits.prompt_bounds
                 for tokens in sorted({few or limits.tokens, limits.tokens})
+                if tokens == limits.tokens or is_decoded(count, kv_heads, bound, options.window_left)
             ]
             steps = [(part, PagedBatch(None, part)) for part in prompts]
             if first == 0:
@@ -167,15 +169,13 @@ def _plans(
     if decodes_directly(heads, kv_heads, size, options):
         for tokens in sorted({1, limits.decode_tokens}):
             for requests in _counts(min(limits.requests, limits.tokens // tokens)):
-                arguments = (k_cache, v_cache, table[:requests], lengths[:requests])
                 even = queries[: requests * tokens]
-                if tokens > 1:
-                    sums = lengths[: requests + 1]
-                    yield plan_paged_decode(even, *arguments, even, q_cu_seq_lens=sums, max_q_len=tokens, **shared)
-                    even = even.unflatten(0, (requests, tokens))
-                yield plan_paged_decode(even, *arguments, even, **shared)
-    if few := few_tokens(heads, kv_heads, size, options):
-        yield from _few_token_plans(queries, kv_heads, (k_cache, v_cache), table, lengths, few, limits, shared)
+                even = even.unflatten(0, (requests, tokens)) if tokens > 1 else even
+                yield plan_paged_decode(even, k_cache, v_cache, table[:requests], lengths[:requests], even, **shared)
+        for rows, requests, tokens, keys in _ragged_decodes(q, kv_heads, options, limits):
+            arguments = (k_cache, v_cache, table[:requests], lengths[:requests], queries[:rows])
+            ragged = {"q_cu_seq_lens": lengths[: requests + 1], "max_q_len": tokens, "max_seq_len": keys}
+            yield plan_paged_decode(queries[:rows], *arguments, **{**shared, **ragged})
     prompts = {(*sizes, bound) for sizes in limits.prompt_sizes for bound in limits.prompt_bounds}
     if cache_dtype != q.dtype:  # converted before for some numbers of keys, by other kernels
         prompts |= {(limits.tokens, 1, 1 << power) for power in range(limits.keys.bit_length())}
@@ -194,27 +194,23 @@ def _plans(
         )
 
 
-def _few_token_plans(
-    queries: Any,
-    kv_heads: int,
-    caches: tuple[Any, Any],
-    table: Any,
-    lengths: Any,
-    few: int,
-    limits: Limits,
-    shared: dict[str, Any],
-) -> Iterator[OperatorPlan]:
-    """Plans like those of prompts that are launched as decodes; how many tokens they have counts, too."""
-    most = min(limits.requests, limits.tokens)
+def _ragged_decodes(
+    q: Any, kv_heads: int, options: LayerOptions, limits: Limits
+) -> Iterator[tuple[int, int, int, int]]:
+    """Rows, requests, most tokens of a request and bound on keys of decodes with drafts, and of prompts that are
+    launched as decodes, where the number of their rows counts too."""
+    if limits.decode_tokens > 1:
+        for requests in _counts(min(limits.requests, limits.tokens // limits.decode_tokens)):
+            yield requests * limits.decode_tokens, requests, limits.decode_tokens, limits.keys
+    few, most = few_tokens(q.shape[1], kv_heads, q.shape[2], options), min(limits.requests, limits.tokens)
+    if few == 0:
+        return
     # Of more KV heads than multiprocessors, requests of one token may have a kernel that no other number of them has.
-    full = default_runtime().driver.device(queries.device.index or 0).multiprocessors // kv_heads
+    full = default_runtime().driver.device(q.device.index or 0).multiprocessors // kv_heads
     for requests, keys in product({*_counts(most), min(most, full + 1)}, limits.prompt_bounds):
-        if not has_tiles(requests * kv_heads, keys):
-            continue
-        bounds = {"q_cu_seq_lens": lengths[: requests + 1], "max_q_len": few, "max_seq_len": keys}
-        arguments = (*caches, table[:requests], lengths[:requests])
-        for rows in sorted({min(requests * each, limits.tokens) for each in (1, min(2, few), few)}):
-            yield plan_paged_decode(queries[:rows], *arguments, queries[:rows], **{**shared, **bounds})
+        if is_decoded(requests, kv_heads, keys, options.window_left):
+            for rows in sorted({min(requests * each, limits.tokens) for each in (1, min(2, few), few)}):
+                yield rows, requests, few, keys
 
 
 def _page(q: Any, kv_heads: int, page_size: int, kv_layout: str, cache_dtype: torch.dtype) -> Any:

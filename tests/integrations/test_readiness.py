@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 from cubin_runtime.attention import Runtime, plan_paged_decode  # noqa: E402
 from cubin_runtime.errors import WorkspaceError  # noqa: E402
 from cubin_runtime.integrations import readiness  # noqa: E402
-from cubin_runtime.integrations.paged_batch import LayerOptions, few_tokens  # noqa: E402
+from cubin_runtime.integrations.paged_batch import LayerOptions, few_tokens, is_decoded  # noqa: E402
 from cubin_runtime.integrations.scratch import Limits, SharedScratch, launch  # noqa: E402
 from cubin_runtime.launch.workspace import workspace_size  # noqa: E402
 
@@ -76,13 +76,14 @@ def test_few_new_tokens_of_any_number_need_no_more_than_what_is_planned(
     bound = few_tokens(heads, kv_heads, 128, options)
     for requests in range(1, MOST + 1):
         tokens = draw.randint(requests, min(600, requests * bound))
+        bounds = [keys for keys in (1024, 8192) if is_decoded(requests, kv_heads, keys, -1)]
         table, lengths = torch.zeros(requests, 512, dtype=torch.int32), torch.zeros(requests + 1, dtype=torch.int32)
         every.append(
             plan_paged_decode(
                 *(q[:tokens], *cache, table, lengths[:-1], q[:tokens]),
                 q_cu_seq_lens=lengths,
                 max_q_len=bound,
-                max_seq_len=draw.choice((1024, 8192)),
+                max_seq_len=draw.choice(bounds),
                 softmax_scale=0.125,
                 kv_layout="HND",
             )
@@ -115,6 +116,26 @@ def test_many_requests_of_a_long_model_leave_few_new_tokens_to_context_attention
     decodes = [plan for plan in plans if plan.operator.name == "paged_decode" and plan.options.max_q_len]
     requests = {keys: max(plan.specs[4].shape[0] for plan in decodes if plan.bounds[1] == keys) for keys in BOUNDS}
     assert requests == {1024: 2048, 4096: 2048, 1 << 20: 1024}
+
+
+@pytest.mark.parametrize(("window_left", "least"), [(-1, 4), (100, 1)])
+def test_few_new_tokens_that_run_on_context_attention_are_not_prepared_as_decodes(
+    hopper: Runtime, monkeypatch: pytest.MonkeyPatch, window_left: int, least: int
+) -> None:
+    options, limits = LayerOptions(0.125, window_left, 0.0, None, batch_invariant=False), Limits(20, 600, 8192)
+    q, parts = torch.zeros(600, 8, 128, dtype=torch.bfloat16), list[Any]()
+    plans = readiness._plans(q, 2, 16, "HND", options, limits, q.dtype)
+    few = [plan for plan in plans if plan.options.max_q_len == 16]
+    assert {plan.operator.name for plan in few} == {"paged_decode"}
+    for keys, first in ((1024, 1), (4096, 1), (8192, least)):
+        assert min(plan.specs[4].shape[0] for plan in few if plan.bounds[1] == keys) == first
+    monkeypatch.setattr(readiness, "attend", lambda *given: parts.append(given[4].prefills))
+    readiness.shared_scratch(0).cover([], limits)
+    cache = torch.zeros(1, 2, 16, 256, dtype=torch.bfloat16).split(128, dim=-1)
+    assert readiness.warm_up(q, *cache, "HND", options, limits, 512)
+    few_parts = [part for part in parts if part and part.max_q_len == 16]
+    assert min(len(part.table) for part in few_parts if part.max_seq_len == 8192) == least
+    assert {len(part.table) for part in few_parts if part.max_seq_len == 1024} == {*range(1, 17)}
 
 
 @pytest.mark.parametrize("keys", [8192, 1 << 17, 1 << 20])
