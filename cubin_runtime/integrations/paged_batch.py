@@ -142,6 +142,8 @@ def _decode_bound(
     ``decodes``: its requests decode."""
     if decodes:
         return part.max_q_len if decodes_directly(heads, kv_heads, head_size, options) else None
+    if part.max_q_len > _FEW_TOKENS:  # as most prompts have, in whose steps nothing else is asked for each layer
+        return None
     few = few_tokens(heads, kv_heads, head_size, options)
     requests, window = part.table.shape[0], options.window_left
     # One bound for all, as each needs fast paths.

@@ -259,6 +259,15 @@ def test_few_new_tokens_behind_few_or_too_many_long_contexts_run_on_context_atte
     assert [each for each, _, _ in called.calls] == [name]
 
 
+def test_of_prompts_with_many_new_tokens_no_layer_asks_for_the_sizes_of_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    called, q = Called(monkeypatch), torch.zeros(17, 8, 128)
+    monkeypatch.setattr(paged_batch, "few_tokens", lambda *_: pytest.fail("asked"))
+    cache, sums = torch.zeros(8, 2, 16, 128), torch.tensor([0, 17], dtype=torch.int32)
+    batch = paged_batch.PagedBatch(None, part(17, sums, max_q_len=17))
+    paged_batch.attend(q, cache, cache, "HND", batch, OPTIONS, torch.empty_like(q))
+    assert [name for name, _, _ in called.calls] == ["context_attention"]
+
+
 def test_under_batch_invariance_few_new_tokens_are_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     called, q = Called(monkeypatch), torch.zeros(4, 8, 128)
     cache, sums = torch.zeros(8, 2, 16, 128), torch.arange(5, dtype=torch.int32)
