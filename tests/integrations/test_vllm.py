@@ -5,6 +5,7 @@ Skipped where vLLM's Python files are not importable; tools/stage_engines.py put
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import inspect
 from types import SimpleNamespace
@@ -17,7 +18,8 @@ if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not importable (tools/stage_engines.py, make test-engines)", allow_module_level=True)
 # isort: off
 from tests.integrations.vllm_steps import BACKEND, BF16, BLOCK, BLOCKS, DIM, HEADS, KV_HEADS, MAX_LEN  # noqa: E402  (first: it imports vLLM)
-from tests.integrations.vllm_steps import INT32, REGISTERED, builder, cache, layer, layouts, run, speculative, step  # noqa: E402
+from tests.integrations.vllm_steps import INT32, REGISTERED, AttentionBackendEnum, ParallelConfig, builder, cache  # noqa: E402
+from tests.integrations.vllm_steps import chosen, layer, layouts, run, speculative, step  # noqa: E402
 
 # isort: on
 from vllm.platforms.interface import DeviceCapability  # noqa: E402
@@ -233,6 +235,30 @@ def test_what_vllm_does_not_ask_for_is_refused_at_start(
     where = "cubin_runtime.integrations.vllm.backend.get_current_vllm_config_or_none"
     monkeypatch.setattr(where, lambda: config)
     assert supported(backend) == reasons
+
+
+def test_what_vllm_would_ask_again_only_for_another_layer_is_refused_by_the_layer(
+    backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parallel = ParallelConfig()
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(use_mla=False, max_model_len=MAX_LEN, rswa_window=None),
+        parallel_config=parallel,
+        speculative_config=SimpleNamespace(**vars(speculative(4)), enable_adaptive_verification=False),
+        attention_config=SimpleNamespace(
+            backend=AttentionBackendEnum[REGISTERED], backend_per_kind=None, use_non_causal=False
+        ),
+        cache_config=SimpleNamespace(block_size=BLOCK, user_specified_block_size=True, cache_dtype="auto"),
+        scheduler_config=SimpleNamespace(max_num_seqs=6, max_num_batched_tokens=64),
+        kv_transfer_config=None,
+    )
+    monkeypatch.setattr(importlib.import_module("vllm.config.vllm"), "_current_vllm_config", config)
+    assert chosen(monkeypatch, head_size=DIM) is backend
+    assert layer(backend).num_heads == HEADS
+    parallel.enable_dbo = True
+    assert chosen(monkeypatch, head_size=DIM) is backend, "from memory"
+    with pytest.raises(UsageError, match="drafts in micro-batches not supported"):
+        layer(backend)
 
 
 def test_a_soft_cap_is_not_decoded(backend: Any, standin: StandIn) -> None:

@@ -124,7 +124,11 @@ def test_what_the_engine_refuses_at_start(monkeypatch: pytest.MonkeyPatch, chang
 def test_models_without_kernels_are_refused_at_start(
     monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], reason: str
 ) -> None:
-    assert reasons(use(monkeypatch, configuration(**changed))) == [reason]
+    config = configuration(**changed)
+    backend = use(monkeypatch, config)
+    assert reasons(backend) == [reason]
+    with pytest.raises(UsageError, match=reason):  # vLLM may have the answer of another configuration
+        layer_of(backend, config)
 
 
 def test_decodes(monkeypatch: pytest.MonkeyPatch, standin: StandIn) -> None:

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode  # noqa: E402
 
 # isort: off
 from tests.integrations.vllm_steps import BACKEND, BF16, BLOCK, DIM, HEADS, KV_HEADS, MAX_LEN  # noqa: E402
-from tests.integrations.vllm_steps import builder, cache, layer, speculative, step  # noqa: E402
+from tests.integrations.vllm_steps import ParallelConfig, builder, cache, layer, speculative, step  # noqa: E402
 
 # isort: on
 from cubin_runtime.attention import Runtime  # noqa: E402
@@ -49,6 +49,7 @@ def configure(
         model_config=SimpleNamespace(max_model_len=keys),
         cache_config=SimpleNamespace(block_size=BLOCK),
         speculative_config=speculative(drafts),
+        parallel_config=ParallelConfig(),
     )
     where = "cubin_runtime.integrations.vllm.backend.get_current_vllm_config_or_none"
     monkeypatch.setattr(where, lambda: config)

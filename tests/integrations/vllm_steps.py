@@ -17,6 +17,7 @@ OF_THE_SERVER = ("llguidance", "openai_harmony", "opentelemetry", "uvloop", "xgr
 with in_place_of(*OF_THE_SERVER):
     import vllm.v1.utils  # noqa: F401  (builders of old versions import it late)
     from vllm.config import ParallelConfig
+    from vllm.platforms.interface import DeviceCapability
     from vllm.v1.attention.backend import CommonAttentionMetadata
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
     from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -57,6 +58,22 @@ def speculative(drafts: int | None) -> Any:
     if drafts is None:
         return None
     return SimpleNamespace(num_speculative_tokens=drafts, parallel_drafting=False, method="eagle")
+
+
+def chosen(monkeypatch: Any, **sizes: Any) -> Any:
+    """The class that vLLM's selector has for a layer of the current configuration, once more from its memory."""
+    from vllm import platforms
+    from vllm.v1.attention import selector
+
+    def get_attn_backend_cls(backend: Any, attn_selector_config: Any, num_heads: Any) -> str:
+        given = attn_selector_config._asdict()
+        reasons = backend.get_class().validate_configuration(device_capability=DeviceCapability(9, 0), **given)
+        if reasons:
+            raise ValueError(reasons)
+        return str(backend.get_path())
+
+    monkeypatch.setattr(platforms, "_current_platform", SimpleNamespace(get_attn_backend_cls=get_attn_backend_cls))
+    return selector.get_attn_backend(dtype=BF16, kv_cache_dtype="auto", **sizes)
 
 
 def builder(backend: Any, value_size: int = DIM, drafts: int | None = None, **configured: Any) -> Any:

@@ -83,6 +83,18 @@ class HopperBackend:
         return False
 
 
+def check_configuration(backend: Any, has_sink: bool = False) -> None:
+    """Ask a backend about the configuration that a layer is made for.
+
+    vLLM asks too, but keeps the answer for all configurations of a process that have some of their values alike.
+
+    Raises:
+        UsageError: the backend's reason.
+    """
+    if (refused := backend.supports_combination(*[None] * 5, has_sink)) is not None:
+        raise UsageError(refused)
+
+
 class CubinRuntimeBackend(HopperBackend, cache_interface(), AttentionBackend):  # type: ignore[misc]
     """Decoder attention with GQA in bf16 and fp16 on SM90, over caches of the same or of e4m3."""
 
@@ -269,6 +281,7 @@ class CubinRuntimeImpl(AttentionImpl[PagedBatch]):  # type: ignore[misc]
         sinks: torch.Tensor | None = None,
     ) -> None:
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        check_configuration(CubinRuntimeBackend, sinks is not None)
         check_layer(head_size, head_size, num_heads, kv_heads)
         if alibi_slopes is not None:
             raise UsageError("alibi_slopes: no kernel here honours them; expected None")

@@ -36,7 +36,7 @@ from ..latent_batch import (
     unserved,
 )
 from ..latent_readiness import LatentKind, reserve_latent, warm_up_latent
-from .backend import LOGGER, HopperBackend, limits_of, refused_drafts
+from .backend import LOGGER, HopperBackend, check_configuration, limits_of, refused_drafts
 from .versions import decode_tokens, latent_cache_interface
 
 _FP8 = ("fp8", "fp8_e4m3")
@@ -243,6 +243,7 @@ class CubinRuntimeMlaImpl(MLACommonImpl[MLACommonMetadata]):  # type: ignore[mis
         kv_sharing_target_layer_name: str | None,
         **mla_args: Any,
     ) -> None:
+        check_configuration(CubinRuntimeMlaBackend)
         if alibi_slopes is not None or sliding_window is not None or logits_soft_cap or mla_args.get("indexer"):
             raise UsageError("alibi_slopes, sliding_window, logits_soft_cap, indexer: expected none of them")
         if attn_type != AttentionType.DECODER:

@@ -20,7 +20,7 @@ from ...kernels.native.sparse_mla.select import ROW_FORMS
 from ..latent_batch import LISTED_LATENT, LISTED_ROPE, PAGE_SIZE, unserved_lists
 from ..latent_readiness import ListKind, reserve_lists
 from ..scratch import SharedScratch, launch
-from .backend import LOGGER, limits_of, refused_drafts
+from .backend import LOGGER, check_configuration, limits_of, refused_drafts
 from .mla_backend import LatentBackend, joined
 from .versions import latent_cache_interface, lists_width
 
@@ -183,6 +183,7 @@ class CubinRuntimeSparseMlaImpl(*_BASES):  # type: ignore[misc]
         kv_sharing_target_layer_name: str | None,
         **mla_args: Any,
     ) -> None:
+        check_configuration(CubinRuntimeSparseMlaBackend)
         if alibi_slopes is not None or sliding_window is not None or logits_soft_cap:
             raise UsageError("alibi_slopes, sliding_window, logits_soft_cap: expected none of them")
         if attn_type != AttentionType.DECODER:
