@@ -32,7 +32,7 @@ from sglang.srt.model_executor.forward_context import (  # noqa: E402
 )
 
 from cubin_runtime.errors import UsageError  # noqa: E402
-from cubin_runtime.integrations.sglang.mla_backend import forward_method  # noqa: E402
+from cubin_runtime.integrations.sglang.versions import forward_method  # noqa: E402
 from cubin_runtime.testing import StandIn  # noqa: E402
 from tests.integrations.launch_records import integers, launches, mla_launches  # noqa: E402
 

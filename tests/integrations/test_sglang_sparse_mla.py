@@ -27,6 +27,7 @@ from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS  #
 from sglang.srt.layers.attention.dsa import utils as dsa_utils  # noqa: E402
 from sglang.srt.mem_cache import memory_pool  # noqa: E402
 from sglang.srt.model_executor.forward_batch_info import ForwardMode  # noqa: E402
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context  # noqa: E402
 from sglang.srt.models.deepseek_common import utils as model_utils  # noqa: E402
 from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry  # noqa: E402
 
@@ -216,11 +217,30 @@ def test_prompts_are_sglang_s_own(standin: StandIn, monkeypatch: pytest.MonkeyPa
     assert not sparse_mla_launches(standin)
 
 
-def test_layers_treat_our_name_as_sglang_s() -> None:
-    backend()
-    backend()
-    assert AttentionBackendRegistry.get_handler(NAME) is AttentionBackendRegistry.get_handler("dsa")
-    assert model_utils.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS.count(NAME) == 1
+def asked(layer: Any, step: Any, made: Any) -> tuple[str, bool]:
+    """How a layer of SGLang's runs a step on a backend, and whether it then passes latent and rope columns apart."""
+    layer.current_attention_backend = NAME
+    with forward_context(ForwardContext(attn_backend=made)):
+        method = AttentionBackendRegistry.get_handler(NAME)(layer, step)
+    return method.name, layer.current_attention_backend in model_utils.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS
+
+
+@pytest.mark.parametrize("dense_first", [False, True])
+def test_layers_with_lists_and_without_run_beside_one_another(dense_first: bool) -> None:
+    def dense() -> Any:
+        return ATTENTION_BACKENDS[NAME](mla_runner())
+
+    without = dense() if dense_first else None
+    of_lists, without = backend(), without or dense()
+    methods = []
+    for mode in (ForwardMode.EXTEND, ForwardMode.DECODE):
+        step = SimpleNamespace(forward_mode=mode)
+        of_lists.use_mha = mode is ForwardMode.EXTEND
+        methods.append(asked(SimpleNamespace(use_dsa=True), step, of_lists))
+        methods.append(asked(SimpleNamespace(use_dsa=False), step, without))
+    assert methods == [("MHA_ONE_SHOT", True), ("MHA_CHUNKED_KV", False), ("MLA", True), ("MLA", False)]
+    names = model_utils.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS
+    assert len(names) == len(set(names))
 
 
 @pytest.mark.parametrize(

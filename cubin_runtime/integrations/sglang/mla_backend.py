@@ -15,21 +15,10 @@ from ..latent_batch import PAGE_SIZE, LatentDecodes, LatentOptions, attend_laten
 from ..latent_readiness import LatentKind, reserve_latent, reserve_prompts, warm_up_latent
 from ..scratch import SharedScratch, launch
 from .steps import PagedAttnBackend, refuse
-from .versions import NAME, write_location
+from .versions import NAME, serve_latent_layers, write_location
 
 _LOGGER = logging.getLogger(__name__)
 _DTYPES = {torch.bfloat16: "bfloat16", torch.float8_e4m3fn: "float8_e4m3fn"}
-
-
-def forward_method(attn: Any, forward_batch: Any) -> Any:
-    """The backend of SGLang's layers with MLA: a step's prompts run on projected keys, the rest in the latent space.
-
-    It is a handler of SGLang's ``AttentionBackendRegistry``.
-    """
-    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
-
-    prompts = forward_batch.forward_mode.is_extend_without_speculative()
-    return AttnForwardMethod.MHA_CHUNKED_KV if prompts else AttnForwardMethod.MLA
 
 
 class CubinRuntimeMlaAttnBackend(PagedAttnBackend):
@@ -53,10 +42,7 @@ class CubinRuntimeMlaAttnBackend(PagedAttnBackend):
                 "expected another --prefill-attention-backend"
             )
         self._scratch: SharedScratch | None = None
-        # Imported late: a model without MLA need not load the models of others.
-        from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
-
-        AttentionBackendRegistry.register(NAME, forward_method)
+        serve_latent_layers()
         self._get_ready(getattr(model_runner, "model", None))
 
     def _get_ready(self, model: Any) -> None:

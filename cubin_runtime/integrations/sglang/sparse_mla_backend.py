@@ -17,7 +17,7 @@ from ..latent_batch import LISTED_LATENT, unserved_lists
 from ..latent_readiness import ListKind, reserve_lists
 from ..scratch import Limits, launch, shared_scratch
 from .steps import refuse, refuse_context_parallelism
-from .versions import NAME, draft_shape, is_deterministic, serve_lists
+from .versions import NAME, draft_shape, is_deterministic, serve_latent_layers
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class CubinRuntimeSparseMlaAttnBackend(DeepseekSparseAttnBackend):  # type: igno
             raise UsageError(refused)
         # A name that SGLang has no kernel for: it then plans none of its own for these steps.
         self.dsa_decode_impl = NAME
-        serve_lists()
+        serve_latent_layers()
         requests, device = self.req_to_token.shape[0], self.req_to_token.device.index or 0
         # On which SGLang runs its steps; it makes its backends, and captures graphs, on others.
         stream = getattr(model_runner, "forward_stream", None)

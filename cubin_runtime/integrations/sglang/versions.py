@@ -10,6 +10,7 @@ from typing import Any
 from ..interface import require
 
 NAME = "cubin_runtime"
+_NAME_WITH_LISTS = f"{NAME}_lists"
 
 _LOGGER = logging.getLogger(__name__)
 # Modules with the names of backends, the newest first; from 0.5.20 on `server_args` only repeats them.
@@ -61,14 +62,35 @@ def has_lists(runner: Any) -> bool:
     return config is not None and bool(is_deepseek_dsa(config))
 
 
-def serve_lists() -> None:
-    """Have SGLang's layers treat our name as ``dsa``, its own where an indexer chooses rows."""
+def serve_latent_layers() -> None:
+    """Have SGLang's layers with MLA ask ``forward_method`` about a step.
+
+    A process may have layers of both kinds, of a target and a draft model, and SGLang knows them by a backend's name:
+    where an indexer chooses rows, it is the name with ``_lists``, whose layers pass latent and rope columns apart.
+    """
     from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
     from sglang.srt.models.deepseek_common.utils import FORWARD_ABSORB_CORE_ATTENTION_BACKENDS
 
-    AttentionBackendRegistry.register(NAME, AttentionBackendRegistry.get_handler("dsa"))
-    if NAME not in FORWARD_ABSORB_CORE_ATTENTION_BACKENDS:  # whose layers pass latent and rope columns apart
-        FORWARD_ABSORB_CORE_ATTENTION_BACKENDS.append(NAME)
+    AttentionBackendRegistry.register(NAME, forward_method)
+    if _NAME_WITH_LISTS not in FORWARD_ABSORB_CORE_ATTENTION_BACKENDS:
+        FORWARD_ABSORB_CORE_ATTENTION_BACKENDS.append(_NAME_WITH_LISTS)
+
+
+def forward_method(attn: Any, forward_batch: Any) -> Any:
+    """The way in which a layer with MLA runs a step: as SGLang's own where an indexer chooses rows, else prompts on
+    projected keys and the rest in the latent space.
+
+    It is a handler of SGLang's ``AttentionBackendRegistry``, which a layer calls after it noted the backend's name.
+    """
+    if getattr(attn, "use_dsa", False):
+        from sglang.srt.models.deepseek_common.attention_backend_handler import handle_attention_dsa
+
+        attn.current_attention_backend = _NAME_WITH_LISTS
+        return handle_attention_dsa(attn, forward_batch)
+    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
+
+    prompts = forward_batch.forward_mode.is_extend_without_speculative()
+    return AttnForwardMethod.MHA_CHUNKED_KV if prompts else AttnForwardMethod.MLA
 
 
 def is_deterministic() -> bool:
