@@ -64,7 +64,7 @@ def warm_up_latent(kind: LatentKind, kv_cache: Any, options: LatentOptions, limi
     They read page 0 and write nothing but an output of their own; ``columns`` are those of the engine's page tables.
     """
     scratch = shared_scratch(kind.device)
-    done = ("latent", kind, options._replace(scratch=None), kv_cache.shape, kv_cache.stride())
+    done = ("latent", kind, options._replace(scratch=None), kv_cache.shape, kv_cache.stride(), limits, columns)
     if done in scratch.ready:
         return
     scratch.ready.add(done)

@@ -72,7 +72,7 @@ def warm_up(
         steps would have other paths.
     """
     scratch = shared_scratch(q.device.index or 0)
-    done = (*_form(q, options), q.stride(), k_cache.shape, k_cache.stride(), k_cache.dtype)
+    done = (*_form(q, options), q.stride(), k_cache.shape, k_cache.stride(), k_cache.dtype, limits, columns)
     if done in scratch.ready:
         return True
     if scratch.of_launch(1, 1, 1) is None:

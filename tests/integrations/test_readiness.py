@@ -12,6 +12,8 @@ torch = pytest.importorskip("torch")
 from cubin_runtime.attention import Runtime, plan_paged_decode  # noqa: E402
 from cubin_runtime.errors import WorkspaceError  # noqa: E402
 from cubin_runtime.integrations import readiness  # noqa: E402
+from cubin_runtime.integrations.latent_batch import LatentOptions  # noqa: E402
+from cubin_runtime.integrations.latent_readiness import LatentKind, warm_up_latent  # noqa: E402
 from cubin_runtime.integrations.paged_batch import LayerOptions, few_tokens, is_decoded  # noqa: E402
 from cubin_runtime.integrations.scratch import Limits, SharedScratch, launch  # noqa: E402
 from cubin_runtime.launch.workspace import workspace_size  # noqa: E402
@@ -152,6 +154,22 @@ def test_prompts_over_e4m3_need_the_kernels_of_both_ways_and_no_memory_of_the_co
         patch.setattr(scratch, "_made_for", lambda _: None)
         scratch.cover(plans, Limits(MOST, 4096, keys))
     assert scratch._sizes[1] < 24 << 20 < max(plan.workspace_bytes for plan in plans)
+
+
+@pytest.mark.parametrize("latent", [False, True])
+def test_layers_under_another_bound_of_keys_get_fast_paths_of_their_own(hopper: Runtime, latent: bool) -> None:
+    readiness.shared_scratch(0).cover([], Limits(8, 64, 1 << 14))
+    plain, kind = LayerOptions(0.125, -1, 0.0, None, False), LatentKind(16, 512, 64, "bfloat16", "bfloat16", 1, 0)
+    q, cache = torch.zeros(64, 8, 128, dtype=torch.bfloat16), torch.zeros(4, 2, 64, 256, dtype=torch.bfloat16)
+    plans = []
+    for keys in (1 << 12, 1 << 12, 1 << 14):  # of two layers of a model, and of another model's over a cache like theirs
+        limits = Limits(8, 64, keys)
+        if latent:
+            warm_up_latent(kind, cache[:, 0, :, :].repeat(1, 1, 3)[..., :576], LatentOptions(1, 1, False), limits, 256)
+        else:
+            readiness.warm_up(q, *cache.split(128, dim=-1), "HND", plain, limits, 256)
+        plans.append(hopper.stats().plans_made)
+    assert 0 < plans[0] == plans[1] < plans[2]
 
 
 def test_layers_of_smaller_limits_leave_the_scratch_of_the_others(hopper: Runtime) -> None:
