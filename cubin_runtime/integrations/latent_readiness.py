@@ -16,7 +16,7 @@ from ..attention.operators.sparse_mla_decode import plan_sparse_mla_decode
 from ..kernels.native.sparse_mla.select import ROW_FORMS
 from ..tensor import TensorView
 from .latent_batch import LISTED_LATENT, LISTED_ROPE, PAGE_SIZE, LatentDecodes, LatentOptions, attend_latent
-from .scratch import Limits, SharedScratch, load, shared_scratch
+from .scratch import Limits, SharedScratch, load, scratch_of_layers, shared_scratch
 
 _SIZES = 4  # of steps that write a fast path for any size
 _ADDRESS = 256  # of tensors that a plan is made for, which reads none
@@ -47,7 +47,7 @@ def reserve_latent(kind: LatentKind, options: LatentOptions, limits: Limits, log
         limits: the most that a step has.
         log: gets a line that names the kernels of each kind of layer.
     """
-    scratch = shared_scratch(kind.device)
+    scratch = scratch_of_layers(kind.device)
     done = ("latent", kind, options._replace(scratch=None), limits)
     if done not in scratch.ready:
         plans = list(_plans(kind, options, limits))
@@ -61,6 +61,7 @@ def reserve_latent(kind: LatentKind, options: LatentOptions, limits: Limits, log
 def warm_up_latent(kind: LatentKind, kv_cache: Any, options: LatentOptions, limits: Limits, columns: int) -> None:
     """Run decodes over the engine's cache ``[pages, page_size, latent + rope]``, so that later ones find fast paths.
 
+    The stream has to be one with shared scratch: without it, steps have other paths.
     They read page 0 and write nothing but an output of their own; ``columns`` are those of the engine's page tables.
     """
     scratch = shared_scratch(kind.device)
@@ -152,7 +153,7 @@ def reserve_prompts(
         limits: the most that a step has.
         log: gets a line that names the kernels of each kind of layer.
     """
-    scratch = shared_scratch(device)
+    scratch = scratch_of_layers(device)
     done = ("prompts", sizes, softmax_scale, limits)
     if done in scratch.ready:
         return
@@ -204,7 +205,7 @@ def reserve_lists(kind: ListKind, batch_invariant: bool, limits: Limits, log: lo
         limits: the most that a step has, all of whose query tokens may have lists.
         log: gets a line that names the kernels of each kind of layer.
     """
-    scratch = shared_scratch(kind.device)
+    scratch = scratch_of_layers(kind.device)
     done = ("lists", kind, batch_invariant, limits)
     if done in scratch.ready:
         return scratch

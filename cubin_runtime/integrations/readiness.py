@@ -16,7 +16,7 @@ from ..attention.operators.paged_decode import plan_paged_decode
 from ..attention.runtime import default_runtime
 from ..kernels.native.prefill.select import most_copy_bytes
 from .paged_batch import LayerOptions, PagedBatch, Part, attend, decodes_directly, few_tokens, is_decoded
-from .scratch import Limits, load, shared_scratch
+from .scratch import Limits, load, scratch_of_layers, shared_scratch
 
 _SIZES = 4  # a fast path for any size is written at the second size that is new, or a little later
 
@@ -41,7 +41,7 @@ def reserve(
         cache_dtype: of keys and values; None: that of the queries.
         world: ranks that the keys are dealt to; ``limits.keys`` are those of one.
     """
-    scratch, cache_dtype = shared_scratch(q.device.index or 0), cache_dtype or q.dtype
+    scratch, cache_dtype = scratch_of_layers(q.device.index or 0), cache_dtype or q.dtype
     kind = (*_form(q, options), kv_heads, page_size, kv_layout, limits, cache_dtype, world)
     if kind in scratch.ready:
         return options._replace(scratch=scratch)
@@ -61,22 +61,18 @@ def reserve(
 
 def warm_up(
     q: Any, k_cache: Any, v_cache: Any, kv_layout: str, options: LayerOptions, limits: Limits, columns: int
-) -> bool:
+) -> None:
     """Run steps of decodes and of prompts over the engine's cache, so that later ones find their fast paths.
+
+    The stream has to be one with shared scratch: without it, steps have other paths.
 
     They read page 0 and write nothing but an output of their own; ``columns`` are those of the engine's page tables.
     ``q`` has the strides of the queries to come, which are often a part of the rows that a projection wrote.
-
-    Returns:
-        whether they have run, now or for a layer before; False: the stream has no shared scratch, with which later
-        steps would have other paths.
     """
     scratch = shared_scratch(q.device.index or 0)
     done = (*_form(q, options), q.stride(), k_cache.shape, k_cache.stride(), k_cache.dtype, limits, columns)
     if done in scratch.ready:
-        return True
-    if scratch.of_launch(1, 1, 1) is None:
-        return False
+        return
     scratch.ready.add(done)
     rows = min(limits.requests * limits.decode_tokens, limits.tokens)
     table = torch.zeros(rows, columns, dtype=torch.int32, device=q.device)
@@ -105,7 +101,6 @@ def warm_up(
             for part, batch in steps:
                 queries = projected[: part.rows].view(part.rows, *q.shape[1:])
                 attend(queries, k_cache, v_cache, kv_layout, batch, options, out[: part.rows])
-    return True
 
 
 def _with_drafts(table: Any, lengths: Any, sums: Any, rows: int, limits: Limits) -> Iterator[Part]:

@@ -79,6 +79,10 @@ class SharedScratch:
         if self._workspaces:  # of layers that later ones like them do not cover again
             self._workspaces[stream] = self._made_for(stream)
 
+    def serve_current(self) -> None:
+        """The same for the current stream."""
+        self.serve(self._memory.current_stream(self._device))
+
     def cover(self, plans: Iterable[OperatorPlan], limits: Limits) -> None:
         """Grow to what these plans need, which are those of all launches within ``limits``.
 
@@ -121,6 +125,13 @@ def shared_scratch(device: int) -> SharedScratch:
     if device not in of_devices:
         of_devices[device] = SharedScratch(device, runtime.memory, runtime.driver)
     return of_devices[device]
+
+
+def scratch_of_layers(device: int) -> SharedScratch:
+    """The same while layers are prepared: also for the stream that is current, as engines of a process have others."""
+    scratch = shared_scratch(device)
+    scratch.serve_current()
+    return scratch
 
 
 def launch(operator: Callable[..., Any], workspace: SemaphoreWorkspace | None, *states: Any, **arguments: Any) -> None:

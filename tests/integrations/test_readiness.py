@@ -134,7 +134,7 @@ def test_few_new_tokens_that_run_on_context_attention_are_not_prepared_as_decode
     monkeypatch.setattr(readiness, "attend", lambda *given: parts.append(given[4].prefills))
     readiness.shared_scratch(0).cover([], limits)
     cache = torch.zeros(1, 2, 16, 256, dtype=torch.bfloat16).split(128, dim=-1)
-    assert readiness.warm_up(q, *cache, "HND", options, limits, 512)
+    readiness.warm_up(q, *cache, "HND", options, limits, 512)
     few_parts = [part for part in parts if part and part.max_q_len == 16]
     assert min(len(part.table) for part in few_parts if part.max_seq_len == 8192) == least
     assert {len(part.table) for part in few_parts if part.max_seq_len == 1024} == {*range(1, 17)}

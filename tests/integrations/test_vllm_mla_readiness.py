@@ -40,9 +40,12 @@ class Engine:
         raw = self.kv_cache.view(torch.uint8) if self.made.kv_cache_dtype.startswith("fp8") else self.kv_cache
         measured = raw[:3]  # for which vLLM captures graphs to measure them
         monkeypatch.setattr("vllm._custom_ops.concat_and_cache_mla", lambda *_, **__: None, raising=False)
-        given = torch.zeros(1, 512), torch.zeros(1, 1, 64)
         for cache in (torch.empty(0), measured, raw):
-            self.made.do_kv_cache_update(*given, cache, torch.zeros(1), self.made.kv_cache_dtype, torch.ones(()))
+            self.write(cache)
+
+    def write(self, cache: Any) -> None:
+        given = torch.zeros(1, 512), torch.zeros(1, 1, 64), cache, torch.zeros(1)
+        self.made.do_kv_cache_update(*given, self.made.kv_cache_dtype, torch.ones(()))
 
     def run(self, q_lens: list[int], kv_lens: list[int], padded: int = 0) -> None:
         tokens = sum(q_lens) + padded * max(q_lens)
@@ -105,6 +108,18 @@ def test_prompts_in_chunks_load_and_allocate_nothing(
         engine.run(q_lens, [chance.randrange(new, MAX_LEN + 1) for new in q_lens])
     assert (hopper.stats().loads, hopper.stats().fast_paths) == (before.loads, before.fast_paths)
     assert len(standin.calls("cuMemAlloc")) == allocations
+
+
+def test_fast_paths_wait_for_a_stream_with_shared_scratch(hopper: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(monkeypatch)
+    larger = torch.zeros(2 * len(engine.kv_cache), *engine.kv_cache.shape[1:], dtype=engine.kv_cache.dtype)
+    plans = hopper.stats().plans_made
+    with monkeypatch.context() as patched:  # on a stream where graphs are captured
+        patched.setattr(hopper.memory, "current_stream", lambda like: 7)
+        engine.write(larger)
+    assert hopper.stats().plans_made == plans
+    engine.write(larger)
+    assert hopper.stats().plans_made > plans
 
 
 def test_layers_without_chunks_leave_the_scratch_of_the_others(

@@ -111,6 +111,28 @@ def test_a_first_step_with_metadata_writes_fast_paths_too(hopper: Runtime, monke
     assert 0 < before == hopper.stats().fast_paths
 
 
+def test_an_engine_on_another_stream_shares_scratch_among_its_layers_too(
+    ready: Any, hopper: Runtime, standin: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hopper.memory, "current_stream", lambda like: 7)
+    second = start(monkeypatch)
+    before, allocations = hopper.stats().fast_paths, len(standin.calls("cuMemAlloc"))
+    chance, kv_cache = random.Random(1), cache()
+    for _ in range(STEPS // 4):
+        run(second, mixed_step(chance), kv_cache)
+    assert (hopper.stats().fast_paths, len(standin.calls("cuMemAlloc"))) == (before, allocations)
+
+
+def test_steps_on_a_stream_without_shared_scratch_ask_for_nothing(
+    hopper: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, kv_cache = measured(monkeypatch), cache()
+    monkeypatch.setattr(hopper.memory, "current_stream", lambda like: 7)
+    monkeypatch.setattr("cubin_runtime.integrations.vllm.backend.warm_up", lambda *_: pytest.fail("asked"))
+    for _ in range(2):
+        run(made, step([1, 1, 1], [4, 5, 6]), kv_cache)
+
+
 def test_steps_with_drafts_load_and_allocate_nothing(
     hopper: Runtime, standin: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:

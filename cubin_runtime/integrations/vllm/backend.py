@@ -385,10 +385,11 @@ class CubinRuntimeImpl(AttentionImpl[PagedBatch]):  # type: ignore[misc]
             return
         if self._ranks is not None:
             self._is_warm = True
-            return
-        columns = -(-self._limits.keys // kv_cache.shape[2])
-        k_cache, v_cache = kv_cache.chunk(2, dim=-1)
-        self._is_warm = warm_up(query, k_cache, v_cache, "HND", self._options, self._limits, columns)
+        elif (scratch := self._options.scratch) is not None and scratch.of_launch(1, 1, 1) is not None:
+            self._is_warm = True
+            columns = -(-self._limits.keys // kv_cache.shape[2])
+            k_cache, v_cache = kv_cache.chunk(2, dim=-1)
+            warm_up(query, k_cache, v_cache, "HND", self._options, self._limits, columns)
 
     def do_kv_cache_update(
         self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor

@@ -271,7 +271,6 @@ class CubinRuntimeMlaImpl(MLACommonImpl[MLACommonMetadata]):  # type: ignore[mis
         dealing = Dealing(world, rank, parallel.cp_kv_cache_interleave_size) if world > 1 else Dealing()
         self._options = LatentOptions(self.scale, 1.0, bool(envs.VLLM_BATCH_INVARIANT), dealing)
         self._quantized = kv_cache_dtype in _FP8
-        self._table_keys = 0
         self._warm_shape: torch.Size | None = None
         self._get_ready(config, q_len)
 
@@ -319,7 +318,9 @@ class CubinRuntimeMlaImpl(MLACommonImpl[MLACommonMetadata]):  # type: ignore[mis
         vLLM measures its graphs over a smaller cache first.
         """
         super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, *arguments, **more)
-        if self._table_keys and kv_cache.shape != self._warm_shape and kv_cache.numel() and not _is_capturing(kv_cache):
+        if kv_cache.shape == self._warm_shape or not kv_cache.numel() or _is_capturing(kv_cache):
+            return
+        if (scratch := self._options.scratch) is not None and scratch.of_launch(1, 1, 1) is not None:
             self._warm_shape = kv_cache.shape
             columns = -(-self._table_keys // kv_cache.shape[1])
             cache = kv_cache.view(torch.float8_e4m3fn) if self._quantized else kv_cache
