@@ -162,7 +162,7 @@ def test_layers_under_another_bound_of_keys_get_fast_paths_of_their_own(hopper: 
     plain, kind = LayerOptions(0.125, -1, 0.0, None, False), LatentKind(16, 512, 64, "bfloat16", "bfloat16", 1, 0)
     q, cache = torch.zeros(64, 8, 128, dtype=torch.bfloat16), torch.zeros(4, 2, 64, 256, dtype=torch.bfloat16)
     plans = []
-    for keys in (1 << 12, 1 << 12, 1 << 14):  # of two layers of a model, and of another model's over a cache like theirs
+    for keys in (1 << 12, 1 << 12, 1 << 14):  # of two layers, and of another model's over a cache like theirs
         limits = Limits(8, 64, keys)
         if latent:
             warm_up_latent(kind, cache[:, 0, :, :].repeat(1, 1, 3)[..., :576], LatentOptions(1, 1, False), limits, 256)

@@ -27,10 +27,12 @@ from sglang.srt.server_args import (  # noqa: E402  (which repeats them since th
     ATTENTION_BACKEND_CHOICES,
     DETERMINISTIC_ATTENTION_BACKEND_CHOICES,
     RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND,
+    ServerArgs,
 )
 
 from cubin_runtime.errors import UsageError  # noqa: E402
 from cubin_runtime.integrations.sglang import NAME  # noqa: E402
+from cubin_runtime.integrations.sglang.steps import PAGES_OF_OTHERS  # noqa: E402
 from cubin_runtime.testing import StandIn  # noqa: E402
 from tests.integrations.launch_records import has_segments, integers, launches  # noqa: E402
 from tests.integrations.step_records import compare, written  # noqa: E402
@@ -83,10 +85,26 @@ def test_the_page_size_reaches_where_sglang_resolves_its_arguments() -> None:
     assert (source, declared) == ("_page_size_default", {"page_size": 64})
 
 
-def test_hierarchical_caches_are_refused_at_start() -> None:
-    with pytest.raises(UsageError, match="enable_hierarchical_cache"):
-        backend(server_args=SimpleNamespace(enable_hierarchical_cache=True))
-    backend(server_args=SimpleNamespace(enable_hierarchical_cache=False))
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("enable_hierarchical_cache", True),
+        ("enable_lmcache", True),
+        ("enable_flexkv", True),
+        ("enable_unified_cache_external_linker", True),
+        ("disaggregation_mode", "prefill"),
+        ("disaggregation_mode", "decode"),
+    ],
+)
+def test_pages_from_elsewhere_are_refused_at_start(option: str, value: Any) -> None:
+    with pytest.raises(UsageError, match=f"{option}: pages from the host's memory or another process"):
+        backend(server_args=SimpleNamespace(**{option: value}))
+    backend(server_args=SimpleNamespace(enable_hierarchical_cache=False, disaggregation_mode="null"))
+
+
+def test_options_of_pages_from_elsewhere_are_sglang_s() -> None:
+    missing = {name for name in (*PAGES_OF_OTHERS, "disaggregation_mode") if not hasattr(ServerArgs, name)}
+    assert missing <= {"enable_unified_cache_external_linker"}, "which came after 0.5.19"
 
 
 def test_decodes(standin: StandIn) -> None:

@@ -198,6 +198,7 @@ def scaled_layer() -> Any:
         ({"token_to_kv_pool": pool_of(torch.float16)}, "a MLATokenToKVPool of torch.float16"),
         ({"token_to_kv_pool": other_pool()}, "token_to_kv_pool: a Subclass"),
         ({"server_args": SimpleNamespace(enable_hierarchical_cache=True)}, "enable_hierarchical_cache"),
+        ({"server_args": SimpleNamespace(disaggregation_mode="decode")}, "disaggregation_mode"),
         ({"server_args": SimpleNamespace(dcp_size=2)}, "dcp_size=2"),
         ({"server_args": SimpleNamespace(enable_prefill_cp=True)}, "enable_prefill_cp"),
         ({"model": torch.nn.ModuleList([layer_of(num_heads=130)])}, "130 heads"),

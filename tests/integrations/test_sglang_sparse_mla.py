@@ -249,6 +249,7 @@ def test_layers_with_lists_and_without_run_beside_one_another(dense_first: bool)
         ({"token_to_kv_pool": SimpleNamespace()}, "token_to_kv_pool: a SimpleNamespace with rows of None"),
         ({"hisparse_coordinator": object()}, "enable_hisparse"),
         ({"server_args": Flags(enable_hierarchical_cache=True)}, "enable_hierarchical_cache"),
+        ({"server_args": Flags(disaggregation_mode="decode")}, "disaggregation_mode"),
         ({"server_args": Flags(dcp_size=2)}, "dcp_size=2"),
         ({"dtype": torch.float16}, "dtype: torch.float16"),
         ({"model_config": model_of(heads=130)}, "130 heads"),

@@ -14,6 +14,11 @@ from ..paged_batch import PagedBatch, Part
 from ..scratch import Limits, prompt_bound, shared_scratch
 from .versions import draft_shape, is_deterministic
 
+PAGES_OF_OTHERS = (
+    *("enable_hierarchical_cache", "enable_lmcache", "enable_flexkv"),
+    "enable_unified_cache_external_linker",
+)
+
 
 class PagedAttnBackend(AttentionBackend):  # type: ignore[misc]
     """The common part of our backends: ``forward_metadata`` is the step's ``PagedBatch``."""
@@ -25,15 +30,14 @@ class PagedAttnBackend(AttentionBackend):  # type: ignore[misc]
         """Read what a step needs of the model runner.
 
         Raises:
-            UsageError: a page size, a cache, context parallelism or drafts that are not supported.
+            UsageError: a page size, a cache, disaggregation, context parallelism or drafts that are not supported.
         """
         super().__init__()
         page = model_runner.page_size
         if page not in page_sizes:
             raise UsageError(f"page_size={page}: expected one of {tuple(page_sizes)} (--page-size)")
         server = getattr(model_runner, "server_args", None)
-        if getattr(server, "enable_hierarchical_cache", False):
-            raise UsageError("enable_hierarchical_cache: pages that come back from the host were never tried")
+        refuse_pages_of_others(server)
         refuse_context_parallelism(server)
         self._drafts, breadth = draft_shape()
         if self._drafts > MAX_QUERIES or breadth > 1:
@@ -134,6 +138,21 @@ class PagedAttnBackend(AttentionBackend):  # type: ignore[misc]
     ) -> Any:
         """As ``forward_extend``, one token of each request."""
         return self.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **arguments)
+
+
+def refuse_pages_of_others(server: Any) -> None:
+    """Refuse pages that come from the host's memory or another process, as with prefill/decode disaggregation.
+
+    These ask nothing of a backend but its pool.
+
+    Raises:
+        UsageError: the message names the option.
+    """
+    named = [name for name in PAGES_OF_OTHERS if getattr(server, name, False)]
+    if getattr(server, "disaggregation_mode", None) not in (None, "null"):
+        named.append("disaggregation_mode")
+    if named:
+        raise UsageError(f"{', '.join(named)}: pages from the host's memory or another process were never tried")
 
 
 def refuse_context_parallelism(server: Any, splits_prompts: bool = False) -> None:
