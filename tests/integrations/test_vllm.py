@@ -24,6 +24,7 @@ from tests.integrations.vllm_steps import chosen, layer, layouts, run, speculati
 # isort: on
 from vllm.platforms.interface import DeviceCapability  # noqa: E402
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType  # noqa: E402
+from vllm.v1.worker.ubatch_utils import UBatchSlice, split_attn_metadata  # noqa: E402
 
 from cubin_runtime.errors import UsageError  # noqa: E402
 from cubin_runtime.integrations.paged_batch import LayerOptions  # noqa: E402
@@ -201,6 +202,21 @@ def test_the_pages_of_another_group_of_layers(backend: Any) -> None:
     assert (second.decodes.max_seq_len, second.prefills.max_seq_len) == (4 * BLOCK, 4 * BLOCK)
     assert (second.decodes.lengths is first.decodes.lengths, first.decodes.table.shape[1]) == (True, MAX_LEN // BLOCK)
     assert builder(backend).supports_update_block_table
+
+
+def test_micro_batches_have_metadata_of_their_own(backend: Any) -> None:
+    both = [UBatchSlice(slice(0, 1), slice(0, 20)), UBatchSlice(slice(1, 3), slice(20, 60))]
+    lengths = torch.tensor([50, 30, 40], dtype=INT32)
+    whole = step([20, 30, 10], lengths.tolist(), seq_lens_cpu_upper_bound=lengths)
+    made, kept, seen = builder(backend, enable_dbo=True), {}, []
+    for micro_batch in split_attn_metadata(both, whole):  # as vLLM's model runner does
+        if made.supports_update_block_table and "first" in kept:
+            table, slots = micro_batch.block_table_tensor, micro_batch.slot_mapping
+            built = made.update_block_table(kept["first"], table, slots)
+        else:
+            built = kept["first"] = made.build(0, micro_batch)
+        seen.append((built.prefills.lengths.tolist(), built.prefills.sums.tolist()))
+    assert seen == [([50], [0, 20]), ([30, 40], [0, 30, 40])]
 
 
 def test_values_of_another_size_than_keys_are_refused(backend: Any) -> None:

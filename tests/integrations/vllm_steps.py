@@ -76,13 +76,17 @@ def chosen(monkeypatch: Any, **sizes: Any) -> Any:
     return selector.get_attn_backend(dtype=BF16, kv_cache_dtype="auto", **sizes)
 
 
-def builder(backend: Any, value_size: int = DIM, drafts: int | None = None, **configured: Any) -> Any:
+def builder(
+    backend: Any, value_size: int = DIM, drafts: int | None = None, enable_dbo: bool = False, **configured: Any
+) -> Any:
     """The builder of a backend's metadata; ``configured`` are further parts of vLLM's configuration."""
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=KV_HEADS, head_size=DIM, head_size_v=value_size, dtype=BF16)
+    parallel = ParallelConfig()
+    parallel.enable_dbo = enable_dbo
     config = SimpleNamespace(
         model_config=SimpleNamespace(max_model_len=MAX_LEN),
         speculative_config=speculative(drafts),
-        parallel_config=ParallelConfig(),
+        parallel_config=parallel,
         **configured,
     )
     return backend.get_builder_cls()(spec, ["layer"], config, torch.device("cpu"))

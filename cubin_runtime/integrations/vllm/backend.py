@@ -181,7 +181,6 @@ class CubinRuntimeMetadataBuilder(AttentionMetadataBuilder[PagedBatch]):  # type
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
     # Decodes are views of tensors that an engine keeps: what a drafter's graph changes in them is there already.
     supports_draft_decode_metadata_update = True
-    supports_update_block_table = True
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -192,6 +191,8 @@ class CubinRuntimeMetadataBuilder(AttentionMetadataBuilder[PagedBatch]):  # type
         self._block_size: int = kv_cache_spec.block_size
         self._max_model_len: int = vllm_config.model_config.max_model_len
         self._partition = partition_of(vllm_config.parallel_config)
+        # Of two micro-batches, vLLM would have the second as the first with other pages.
+        self.supports_update_block_table = not vllm_config.parallel_config.use_ubatching
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> PagedBatch:
         """Split the step into requests that decode, which come first, and the others.
