@@ -230,6 +230,7 @@ def test_values_of_another_size_than_keys_are_refused(backend: Any) -> None:
         (16, 1, None, False, ["R-SWA not supported"]),
         (None, 2, None, False, ["sinks with DCP not supported"]),
         (None, 1, 4, True, ["drafts in micro-batches not supported"]),
+        (None, 2, None, True, ["DCP in micro-batches not supported"]),
         (None, 1, 4, False, []),
         (None, 1, None, True, []),
     ],

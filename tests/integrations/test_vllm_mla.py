@@ -119,6 +119,7 @@ def test_what_the_engine_refuses_at_start(monkeypatch: pytest.MonkeyPatch, chang
         ({"drafts": 16}, "16 draft tokens not supported"),
         ({"calculate_kv_scales": True}, "calculate_kv_scales not supported"),
         ({"drafts": 2, "enable_dbo": True}, "drafts in micro-batches not supported"),
+        ({"decode_context_parallel_size": 2, "enable_dbo": True}, "DCP in micro-batches not supported"),
     ],
 )
 def test_models_without_kernels_are_refused_at_start(

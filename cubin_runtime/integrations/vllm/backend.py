@@ -48,10 +48,15 @@ def _decode_tokens(config: Any) -> int:
     return most if most <= MAX_QUERIES else 1
 
 
-def refused_drafts(config: Any) -> str | None:
-    """Return the reason why this configuration cannot have drafts, or None."""
-    both = config.speculative_config is not None and config.parallel_config.use_ubatching
-    return "drafts in micro-batches not supported" if both else None
+def refused_in_micro_batches(config: Any) -> str | None:
+    """Return the reason why this configuration cannot have micro-batches, or None."""
+    parallel = config.parallel_config
+    features = {
+        "drafts": config.speculative_config is not None,
+        "DCP": parallel.decode_context_parallel_size > 1,  # whose lengths on a rank vLLM leaves out of them
+    }
+    refused = [name for name, is_asked in features.items() if is_asked and parallel.use_ubatching]
+    return f"{', '.join(refused)} in micro-batches not supported" if refused else None
 
 
 class HopperBackend:
@@ -136,22 +141,24 @@ class CubinRuntimeBackend(HopperBackend, cache_interface(), AttentionBackend):  
     def supports_combination(
         cls, head_size: Any, dtype: Any, kv_cache_dtype: Any, block_size: Any, use_mla: Any, has_sink: bool, *_: Any
     ) -> str | None:
-        """Refuse drafts in micro-batches, what keys on several ranks rule out, and R-SWA, which vLLM does not ask for
-        before 0.30."""
+        """Refuse what micro-batches and keys on several ranks rule out, and R-SWA, which vLLM does not ask for before
+        0.30."""
         config = get_current_vllm_config_or_none()
         if config is None:
             return None
         if getattr(config.model_config, "rswa_window", None) is not None:
             return "R-SWA not supported"
+        if (refused := refused_in_micro_batches(config)) is not None:
+            return refused
         if config.parallel_config.decode_context_parallel_size > 1:
             features = {
                 "drafts": config.speculative_config is not None,
                 "batch invariance": bool(envs.VLLM_BATCH_INVARIANT),
                 "sinks": has_sink,
             }
-            refused = [name for name, is_asked in features.items() if is_asked]
-            return f"{', '.join(refused)} with DCP not supported" if refused else None
-        return refused_drafts(config)
+            asked = [name for name, is_asked in features.items() if is_asked]
+            return f"{', '.join(asked)} with DCP not supported" if asked else None
+        return None
 
 
 def partition_of(parallel: Any) -> KvPartition | None:

@@ -36,7 +36,7 @@ from ..latent_batch import (
     unserved,
 )
 from ..latent_readiness import LatentKind, reserve_latent, warm_up_latent
-from .backend import LOGGER, HopperBackend, check_configuration, limits_of, refused_drafts
+from .backend import LOGGER, HopperBackend, check_configuration, limits_of, refused_in_micro_batches
 from .versions import decode_tokens, latent_cache_interface
 
 _FP8 = ("fp8", "fp8_e4m3")
@@ -120,13 +120,13 @@ class CubinRuntimeMlaBackend(LatentBackend, *latent_cache_interface(), MLACommon
 
     @classmethod
     def supports_combination(cls, *_: Any, **__: Any) -> str | None:
-        """Refuse sizes without kernels, drafts in micro-batches, and scales that vLLM finds in the first step."""
+        """Refuse sizes without kernels, what micro-batches rule out, and scales that vLLM finds in the first step."""
         config = get_current_vllm_config_or_none()
         if config is None:
             return None
         if getattr(config.cache_config, "calculate_kv_scales", False):
             return "calculate_kv_scales not supported"
-        if (refused := refused_drafts(config)) is not None:
+        if (refused := refused_in_micro_batches(config)) is not None:
             return refused
         dims, parallel = get_mla_dims(config.model_config), config.parallel_config
         heads = config.model_config.get_num_attention_heads(parallel) * parallel.decode_context_parallel_size

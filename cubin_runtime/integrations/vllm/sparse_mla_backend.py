@@ -20,7 +20,7 @@ from ...kernels.native.sparse_mla.select import ROW_FORMS
 from ..latent_batch import LISTED_LATENT, LISTED_ROPE, PAGE_SIZE, unserved_lists
 from ..latent_readiness import ListKind, reserve_lists
 from ..scratch import SharedScratch, launch
-from .backend import LOGGER, check_configuration, limits_of, refused_drafts
+from .backend import LOGGER, check_configuration, limits_of, refused_in_micro_batches
 from .mla_backend import LatentBackend, joined
 from .versions import latent_cache_interface, lists_width
 
@@ -90,7 +90,7 @@ class CubinRuntimeSparseMlaBackend(LatentBackend, *latent_cache_interface(), Att
         parallel, model = config.parallel_config, config.model_config
         if parallel.decode_context_parallel_size > 1:
             return "decode context parallelism with lists not supported"
-        if (refused := refused_drafts(config)) is not None:
+        if (refused := refused_in_micro_batches(config)) is not None:
             return refused
         if getattr(config.attention_config, "hisparse_config", None) is not None:
             return "a cache with rows on the host not supported"
