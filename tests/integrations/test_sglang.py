@@ -32,7 +32,7 @@ from sglang.srt.server_args import (  # noqa: E402  (which repeats them since th
 
 from cubin_runtime.errors import UsageError  # noqa: E402
 from cubin_runtime.integrations.sglang import NAME  # noqa: E402
-from cubin_runtime.integrations.sglang.steps import PAGES_OF_OTHERS  # noqa: E402
+from cubin_runtime.integrations.sglang.steps import REFUSED_OPTIONS  # noqa: E402
 from cubin_runtime.testing import StandIn  # noqa: E402
 from tests.integrations.launch_records import has_segments, integers, launches  # noqa: E402
 from tests.integrations.step_records import compare, written  # noqa: E402
@@ -94,16 +94,17 @@ def test_the_page_size_reaches_where_sglang_resolves_its_arguments() -> None:
         ("enable_unified_cache_external_linker", True),
         ("disaggregation_mode", "prefill"),
         ("disaggregation_mode", "decode"),
+        ("enable_pdmux", True),
     ],
 )
-def test_pages_from_elsewhere_are_refused_at_start(option: str, value: Any) -> None:
-    with pytest.raises(UsageError, match=f"{option}: pages from the host's memory or another process"):
+def test_options_that_are_refused_at_start(option: str, value: Any) -> None:
+    with pytest.raises(UsageError, match=f"{option}: p.* (not supported|never tried)"):
         backend(server_args=SimpleNamespace(**{option: value}))
     backend(server_args=SimpleNamespace(enable_hierarchical_cache=False, disaggregation_mode="null"))
 
 
-def test_options_of_pages_from_elsewhere_are_sglang_s() -> None:
-    missing = {name for name in (*PAGES_OF_OTHERS, "disaggregation_mode") if not hasattr(ServerArgs, name)}
+def test_options_that_are_refused_are_sglang_s() -> None:
+    missing = {name for name in REFUSED_OPTIONS if not hasattr(ServerArgs, name)}
     assert missing <= {"enable_unified_cache_external_linker"}, "which came after 0.5.19"
 
 
@@ -204,6 +205,16 @@ def test_steps_are_as_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
         made.init_forward_metadata(step)
         forward(made, step, layer, sinks=sinks if layer.sliding_window_size > 0 else None)
     compare("sglang 0.5.23", dict(zip(["decodes", "prompts", "window and sinks"], seen, strict=True)))
+
+
+def test_draft_tokens_of_different_number_are_refused() -> None:
+    step = batch(ForwardMode.TARGET_VERIFY, [1, 2], [40, 20])
+    step.spec_info = SimpleNamespace(ragged_verify_layout=object())
+    with pytest.raises(UsageError, match="ragged_verify_layout"):
+        backend().init_forward_metadata(step)
+    from sglang.srt.speculative.dflash_info import DFlashVerifyInput
+
+    assert hasattr(DFlashVerifyInput, "ragged_verify_layout"), "SGLang's name"
 
 
 @pytest.mark.parametrize("scaled", [False, True])

@@ -16,7 +16,7 @@ from ...kernels.native.sparse_mla.select import ROW_FORMS
 from ..latent_batch import LISTED_LATENT, unserved_lists
 from ..latent_readiness import ListKind, reserve_lists
 from ..scratch import Limits, launch, shared_scratch
-from .steps import refuse, refuse_context_parallelism, refuse_pages_of_others
+from .steps import refuse, refuse_context_parallelism, refuse_options
 from .versions import NAME, draft_shape, is_deterministic, serve_latent_layers
 
 _LOGGER = logging.getLogger(__name__)
@@ -136,7 +136,7 @@ def _check(model_runner: Any) -> None:
         UsageError: the message names it.
     """
     server = getattr(model_runner, "server_args", None)
-    refuse_pages_of_others(server)
+    refuse_options(server)
     if model_runner.hisparse_coordinator is not None:
         raise UsageError("enable_hisparse: rows that come back from the host were never tried")
     if is_deterministic():

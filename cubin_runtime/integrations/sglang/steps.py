@@ -14,10 +14,15 @@ from ..paged_batch import PagedBatch, Part
 from ..scratch import Limits, prompt_bound, shared_scratch
 from .versions import draft_shape, is_deterministic
 
-PAGES_OF_OTHERS = (
-    *("enable_hierarchical_cache", "enable_lmcache", "enable_flexkv"),
-    "enable_unified_cache_external_linker",
-)
+_PAGES_OF_OTHERS = "pages from the host's memory or another process were never tried"
+REFUSED_OPTIONS = {
+    "enable_hierarchical_cache": _PAGES_OF_OTHERS,
+    "enable_lmcache": _PAGES_OF_OTHERS,
+    "enable_flexkv": _PAGES_OF_OTHERS,
+    "enable_unified_cache_external_linker": _PAGES_OF_OTHERS,
+    "disaggregation_mode": _PAGES_OF_OTHERS,  # which asks nothing of a backend but its pool
+    "enable_pdmux": "prompts whose layers run in several steps are not supported",
+}
 
 
 class PagedAttnBackend(AttentionBackend):  # type: ignore[misc]
@@ -30,14 +35,14 @@ class PagedAttnBackend(AttentionBackend):  # type: ignore[misc]
         """Read what a step needs of the model runner.
 
         Raises:
-            UsageError: a page size, a cache, disaggregation, context parallelism or drafts that are not supported.
+            UsageError: a page size, an option, context parallelism or drafts that are not supported.
         """
         super().__init__()
         page = model_runner.page_size
         if page not in page_sizes:
             raise UsageError(f"page_size={page}: expected one of {tuple(page_sizes)} (--page-size)")
         server = getattr(model_runner, "server_args", None)
-        refuse_pages_of_others(server)
+        refuse_options(server)
         refuse_context_parallelism(server)
         self._drafts, breadth = draft_shape()
         if self._drafts > MAX_QUERIES or breadth > 1:
@@ -68,7 +73,7 @@ class PagedAttnBackend(AttentionBackend):  # type: ignore[misc]
         """The step's parts.
 
         Raises:
-            UsageError: a mode that is neither decode, verify nor extend.
+            UsageError: a mode that is neither decode, verify nor extend, or draft tokens of different number.
         """
         mode, count = forward_batch.forward_mode, forward_batch.batch_size
         if mode.is_idle():
@@ -77,6 +82,10 @@ class PagedAttnBackend(AttentionBackend):  # type: ignore[misc]
         rows = self._first_slots.index_select(0, forward_batch.req_pool_indices)
         table = torch.div(rows, self._page, rounding_mode="floor")
         lengths = forward_batch.seq_lens.to(torch.int32)
+        if getattr(forward_batch.spec_info, "ragged_verify_layout", None) is not None:
+            raise UsageError(
+                "ragged_verify_layout: expected as many draft tokens of each request (SGLANG_RAGGED_VERIFY_MODE=static)"
+            )
         if mode.is_decode() or self._is_verify(mode):
             lengths = lengths + self._drafts if mode.is_target_verify() else lengths
             self.forward_metadata = PagedBatch(self._decodes(mode, table, lengths), None)
@@ -140,19 +149,15 @@ class PagedAttnBackend(AttentionBackend):  # type: ignore[misc]
         return self.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **arguments)
 
 
-def refuse_pages_of_others(server: Any) -> None:
-    """Refuse pages that come from the host's memory or another process, as with prefill/decode disaggregation.
-
-    These ask nothing of a backend but its pool.
+def refuse_options(server: Any) -> None:
+    """Refuse options of SGLang's arguments that are in ``REFUSED_OPTIONS``.
 
     Raises:
-        UsageError: the message names the option.
+        UsageError: there are some; the message names the first.
     """
-    named = [name for name in PAGES_OF_OTHERS if getattr(server, name, False)]
-    if getattr(server, "disaggregation_mode", None) not in (None, "null"):
-        named.append("disaggregation_mode")
-    if named:
-        raise UsageError(f"{', '.join(named)}: pages from the host's memory or another process were never tried")
+    for name, reason in REFUSED_OPTIONS.items():
+        if getattr(server, name, None) not in (None, False, "null"):
+            raise UsageError(f"{name}: {reason}")
 
 
 def refuse_context_parallelism(server: Any, splits_prompts: bool = False) -> None:
