@@ -113,14 +113,19 @@ def _most_requests(kind: LatentKind, limits: Limits) -> int:
     return max(limits.requests, min(limits.tokens, limits.tokens // kind.chunk + limits.requests))
 
 
+def _counts(most: int) -> set[int]:
+    """Numbers of requests whose launches have the kernels and the most scratch of all up to ``most``."""
+    return {*range(1, min(most, _FULL_GRID) + 1), most}
+
+
 def _plans(kind: LatentKind, options: LatentOptions, limits: Limits) -> Iterator[OperatorPlan]:
     """Plans like those of all steps, on a cache of one page."""
     width, columns = kind.latent + kind.rope, -(-limits.keys // PAGE_SIZE)
     dealt, tensor = options.dealing.world > 1, partial(_tensor, kind.device)
     cache = tensor(kind.cache_dtype, 1, PAGE_SIZE, width)
     most = _most_requests(kind, limits)
-    sizes = {(requests, *form) for requests in range(1, limits.requests + 1) for form in _forms(kind.q_len)}
-    sizes |= {(chunks, *form) for chunks in (*range(1, min(most, _FULL_GRID) + 1), most) for form in _chunk_forms(kind)}
+    sizes = {(requests, *form) for requests in _counts(limits.requests) for form in _forms(kind.q_len)}
+    sizes |= {(chunks, *form) for chunks in _counts(most) for form in _chunk_forms(kind)}
     for requests, q_len, ragged in sorted(sizes):
         rows = requests * q_len
         lead = (rows,) if ragged or q_len == 1 else (requests, q_len)
@@ -222,7 +227,7 @@ def reserve_lists(kind: ListKind, batch_invariant: bool, limits: Limits, log: lo
             softmax_scale=1.0,
             batch_invariant=batch_invariant,
         )
-        for tokens in sorted({*range(1, min(limits.tokens, _FULL_GRID) + 1), limits.tokens})
+        for tokens in sorted(_counts(limits.tokens))
     ]
     scratch.cover(plans, limits)
     named = f"sparse MLA with {LISTED_LATENT} + {LISTED_ROPE} columns, {kind.heads} heads, rows of {row_bytes} bytes"

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 from cubin_runtime.attention import Runtime, plan_paged_decode  # noqa: E402
 from cubin_runtime.errors import WorkspaceError  # noqa: E402
-from cubin_runtime.integrations import readiness  # noqa: E402
+from cubin_runtime.integrations import latent_readiness, readiness  # noqa: E402
 from cubin_runtime.integrations.latent_batch import LatentOptions  # noqa: E402
 from cubin_runtime.integrations.latent_readiness import LatentKind, warm_up_latent  # noqa: E402
 from cubin_runtime.integrations.paged_batch import LayerOptions, few_tokens, is_decoded  # noqa: E402
@@ -154,6 +154,18 @@ def test_prompts_over_e4m3_need_the_kernels_of_both_ways_and_no_memory_of_the_co
         patch.setattr(scratch, "_made_for", lambda _: None)
         scratch.cover(plans, Limits(MOST, 4096, keys))
     assert scratch._sizes[1] < 24 << 20 < max(plan.workspace_bytes for plan in plans)
+
+
+@pytest.mark.parametrize(("heads", "q_len"), [(128, 1), (16, 4)])
+def test_many_requests_over_a_latent_cache_need_no_more_than_what_is_planned(
+    hopper: Runtime, monkeypatch: pytest.MonkeyPatch, heads: int, q_len: int
+) -> None:
+    kind, limits = LatentKind(heads, 512, 64, "bfloat16", "bfloat16", q_len, 0), Limits(600, 8192, 1 << 17, q_len)
+    few = list(latent_readiness._plans(kind, LatentOptions(1.0, 1.0, False), limits))
+    monkeypatch.setattr(latent_readiness, "_FULL_GRID", limits.requests)
+    every = list(latent_readiness._plans(kind, LatentOptions(1.0, 1.0, False), limits))
+    assert len(few) < len(every) / 2
+    assert most(few) == most(every)
 
 
 @pytest.mark.parametrize("latent", [False, True])
