@@ -109,6 +109,23 @@ def test_after_the_first_steps_nothing_is_loaded_or_allocated(
     assert counts[0] == counts[1]
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_steps_of_draft_tokens_find_kernels_scratch_and_fast_paths(
+    hopper: Runtime, standin: StandIn, flags: SimpleNamespace, deterministic: bool
+) -> None:
+    flags.speculative_algorithm, flags.enable_deterministic_inference = "EAGLE", deterministic
+    flags.speculative_num_draft_tokens, flags.speculative_eagle_topk = 4, 1
+    engine, before = Plain(), hopper.stats()
+    allocations = len(standin.calls("cuMemAlloc"))
+    for requests in (1, 2, 3, 2):
+        step = plain.batch(ForwardMode.TARGET_VERIFY, [*range(requests)], [100] * requests, [4] * requests)
+        engine.made.init_forward_metadata(step)
+        engine.forward(step)
+    after = hopper.stats()
+    assert (after.loads, after.fast_paths) == (before.loads, before.fast_paths)
+    assert len(standin.calls("cuMemAlloc")) == allocations
+
+
 @pytest.mark.parametrize("model", [Plain, Latent])
 def test_one_line_names_the_kernels_of_each_kind_of_layer(
     hopper: Runtime, caplog: pytest.LogCaptureFixture, model: Any

@@ -67,7 +67,8 @@ class PagedAttnBackend(AttentionBackend):  # type: ignore[misc]
         stream = getattr(model_runner, "forward_stream", None)
         if stream is not None:
             shared_scratch(self._first_slots.device.index or 0).serve(stream.cuda_stream)
-        self._limits = Limits(requests, max(prompts, requests * max(1, self._drafts)), self._bound)
+        tokens = max(1, self._drafts)
+        self._limits = Limits(requests, max(prompts, requests * tokens), self._bound, tokens)
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """The step's parts.
