@@ -62,6 +62,8 @@ DECODE: list[tuple[dict[str, Any], str]] = [
     ({"bmm1_scale": math.nan}, "bmm1_scale=nan: expected a finite number"),
     ({"bmm2_scale": math.inf}, "bmm2_scale=inf: expected a finite number"),
     ({"bmm2_scale": 10**400}, "bmm2_scale=inf: expected a finite number"),
+    ({"bmm1_scale": 2.5e38}, r"^bmm1_scale=2.5e\+38: expected a finite number"),
+    ({"bmm2_scale": -1e39}, r"^bmm2_scale=-1e\+39: expected a finite number"),
     ({"bmm1_scale": tensor("float16", 1)}, "bmm1_scale: float16 .*expected one float32"),
     ({"bmm2_scale": tensor("float32", 2)}, "bmm2_scale: float32 .*expected one float32"),
     ({"bmm1_scale": tensor("float32", 1, device=1)}, "bmm1_scale: on device 1"),
@@ -75,6 +77,7 @@ DECODE: list[tuple[dict[str, Any], str]] = [
     ({"o_sf_scale": 1.0}, "o_sf_scale or o_sf_vec_size without an nvfp4 output"),
     ({"out_dtype": "nvfp4"}, "query: dtype bfloat16, expected float8_e4m3fn for an nvfp4 output"),
     (FP4_OUT, "o_sf_scale: None, expected a number"),
+    ({**FP4_OUT, "o_sf_scale": 1e39}, r"^o_sf_scale=1e\+39: expected a finite number"),
     ({**FP4_OUT, "o_sf_scale": 1.0, "o_sf_vec_size": 32}, "o_sf_vec_size=32: expected 16"),
     ({**FP4_OUT, "o_sf_scale": 1.0, "out": tensor("uint8", 4, 32, 64)}, "expected an FP4Tensor"),
     (FP4_CACHE, r"^kv_cache_sf \(K\): None, expected float8_e4m3fn"),
@@ -113,6 +116,7 @@ DECODE: list[tuple[dict[str, Any], str]] = [
     ({"max_q_len": 2}, "max_q_len=2 without cum_seq_lens_q"),
     ({"cum_seq_lens_q": tensor("int32", 5), "max_q_len": 1}, "q_len_per_req=1 with cum_seq_lens_q"),
     ({"skip_softmax_threshold_scale_factor": -1.0}, "skip_softmax_threshold_scale_factor=-1.0"),
+    ({"skip_softmax_threshold_scale_factor": 1e39}, r"^skip_softmax_threshold_scale_factor=1e\+39: expected a finite"),
     ({"skip_softmax_threshold_scale_factor": 1.0, "batch_invariant": True}, "batch_invariant with skip_softmax"),
 ]
 RAGGED_DECODE: list[tuple[dict[str, Any], str]] = [
@@ -209,6 +213,7 @@ CONTEXT: list[tuple[dict[str, Any], str]] = [
 ]
 RAGGED: list[tuple[dict[str, Any], str]] = [
     ({"batch_size": 3}, "batch_size=3: seq_lens has 2 requests"),
+    ({"o_sf_scale": math.nan}, "^o_sf_scale=nan: expected a finite number"),
     ({"window_left": 64, "is_causal": False}, "window_left=64 without is_causal"),
     ({"window_left": None}, "window_left=None: expected an integer"),
     ({"query": tensor("bfloat16", 200, 128, 192, strides=(49152, 384, 1))}, "query: strides .*contiguous"),

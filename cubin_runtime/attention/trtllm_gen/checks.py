@@ -13,6 +13,7 @@ from ...kernels.trtllm_gen.call import Call
 from ...kernels.trtllm_gen.calls import ContextCall, DecodeCall, RaggedCall
 from ...kernels.trtllm_gen.problem import is_mla
 from ...tensor import TensorView
+from ..checks import float32_number
 
 QUERY_DTYPES = ("float16", "bfloat16", "float8_e4m3fn")
 RAGGED_DTYPES = (*QUERY_DTYPES, "int8")
@@ -40,8 +41,12 @@ def check_call(call: Call) -> None:
 def check_scales(call: Call) -> None:
     """Check the numbers that may change without another plan; errors as ``check_call``."""
     for name, scale in (("bmm1_scale", call.bmm1), ("bmm2_scale", call.bmm2)):
-        if not scale.pointer and not math.isfinite(scale.value):
-            raise UsageError("expected a finite number", argument=name, value=scale.value)
+        if not scale.pointer:
+            float32_number(name, scale.value)
+    if isinstance(call, RaggedCall):
+        float32_number("o_sf_scale", call.out_scale)
+    elif isinstance(call, (DecodeCall, ContextCall)):
+        float32_number("o_sf_scale", call.out_scales.scale)
 
 
 def check_running_sum(name: str, values: Sequence[int], total: int) -> int:
@@ -146,7 +151,7 @@ def _check_options(call: Call) -> None:
         raise UsageError(
             "expected -1 (none) or the keys before a query's own", argument="window_left", value=call.window_left
         )
-    if not 0 <= call.skip_softmax_factor < math.inf:
+    if float32_number("skip_softmax_threshold_scale_factor", call.skip_softmax_factor) < 0:
         raise UsageError(
             "expected 0 or more", argument="skip_softmax_threshold_scale_factor", value=call.skip_softmax_factor
         )

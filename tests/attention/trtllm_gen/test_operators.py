@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -237,12 +238,13 @@ def test_a_workspace_without_room_for_statistics_is_refused(runtime: Runtime, me
         )
 
 
+@pytest.mark.parametrize("scale", [math.nan, 1e39])
 def test_a_scale_that_is_no_number_is_refused_by_a_cached_plan_too(
-    runtime: Runtime, memory: MadeUpMemory, spy: Spy
+    runtime: Runtime, memory: MadeUpMemory, spy: Spy, scale: float
 ) -> None:
     flashinfer.trtllm_batch_decode_with_kv_cache(**decode_arguments(memory))
-    with pytest.raises(UsageError, match="bmm2_scale=nan"):
-        flashinfer.trtllm_batch_decode_with_kv_cache(**decode_arguments(memory, bmm2_scale=math.nan))
+    with pytest.raises(UsageError, match=re.escape(f"bmm2_scale={scale}")):
+        flashinfer.trtllm_batch_decode_with_kv_cache(**decode_arguments(memory, bmm2_scale=scale))
 
 
 def test_an_lse_by_request_and_token_is_filled_in_place(
