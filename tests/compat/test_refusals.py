@@ -97,6 +97,24 @@ DECODE: list[tuple[dict[str, Any], str]] = [
         r"^kv_cache_sf \(V\): strides .*one set serves both",
     ),
     ({"kv_cache_sf": tensor(FP8, 64, 2, 4, 32, 8)}, r"^kv_cache_sf \(K\): given for a cache of bfloat16"),
+    ({"query": tensor("bfloat16", 4, 32, 128, strides=(2**32 + 4096, 128, 1))}, "query: strides .*at most 2147483647"),
+    (
+        {"kv_cache": tensor("bfloat16", 64, 2, 4, 32, 128, strides=(32768, 16384, 4096, 2**32 + 128, 1))},
+        r"kv_cache \(K\): strides .*at most 2147483647",
+    ),
+    (
+        {"kv_cache": tensor("uint8", 64, 2, 4, 32, 64, strides=(2**30, 16384, 4096, 64, 1))},
+        r"kv_cache \(K\): strides .*at most 1073741823",
+    ),
+    (
+        {**FP4_CACHE, "kv_cache_sf": tensor(FP8, 64, 2, 4, 32, 8, strides=(2**32 + 2048, 1024, 256, 8, 1))},
+        r"kv_cache_sf \(K\): strides .*at most 2147483647",
+    ),
+    (
+        {"kv_cache": tensor("bfloat16", 2**31 + 64, 2, 4, 32, 128, strides=(0, 0, 4096, 128, 1))},
+        r"kv_cache \(K\): shape .*at most 1073741823 pages",
+    ),
+    ({"block_tables": tensor("int32", 4, 2**32 + 64)}, "block_tables: shape .*at most 2147483647 columns"),
     ({"sinks": tensor("float32", 16)}, "sinks: 16 entries, expected 32"),
     ({"sinks": tensor("float16", 32)}, "sinks: dtype float16"),
     ({"lse": tensor("float32", 4, 16)}, "lse: float32 .*expected float32"),
@@ -213,6 +231,7 @@ CONTEXT: list[tuple[dict[str, Any], str]] = [
 ]
 RAGGED: list[tuple[dict[str, Any], str]] = [
     ({"batch_size": 3}, "batch_size=3: seq_lens has 2 requests"),
+    ({"key": tensor("bfloat16", 400, 128, 192, strides=(2**32 + 192, 192, 1))}, "key: strides .*at most 2147483647"),
     ({"o_sf_scale": math.nan}, "^o_sf_scale=nan: expected a finite number"),
     ({"window_left": 64, "is_causal": False}, "window_left=64 without is_causal"),
     ({"window_left": None}, "window_left=None: expected an integer"),

@@ -19,6 +19,7 @@ QUERY_DTYPES = ("float16", "bfloat16", "float8_e4m3fn")
 RAGGED_DTYPES = (*QUERY_DTYPES, "int8")
 CACHE_DTYPES = (*QUERY_DTYPES, "uint8")
 SCALE_BLOCK = 16
+_MOST_PAGES = INT32_MAX // 2  # of K, which are counted with those of V
 
 
 def check_call(call: Call) -> None:
@@ -119,6 +120,13 @@ def _check_form(name: str, view: TensorView, rank: int, dtypes: Sequence[str]) -
         raise UsageError(f"dtype {view.dtype}, expected one of {', '.join(dtypes)}", argument=name)
     if view.strides[-1] != 1:
         raise UsageError(f"last stride {view.strides[-1]}, expected 1", argument=name)
+    _check_steps(name, view, 2 if view.dtype == "uint8" else 1)
+
+
+def _check_steps(name: str, view: TensorView, packed: int = 1) -> None:
+    """Check that an int32 holds the strides, in numbers, of which an element has ``packed``: kernels take no others."""
+    if max(_steps(view), default=0) * packed > INT32_MAX:
+        raise UsageError(f"strides {view.strides}, expected at most {INT32_MAX // packed} elements", argument=name)
 
 
 def _check_lengths(call: Call) -> None:
@@ -188,6 +196,8 @@ def _check_pages(call: DecodeCall | ContextCall) -> None:
             raise UsageError(
                 f"shape {cache.shape}, expected at least one page, head, token and dimension", argument=name
             )
+        if cache.shape[0] > _MOST_PAGES:
+            raise UsageError(f"shape {cache.shape}, expected at most {_MOST_PAGES} pages", argument=name)
     if key.shape[:3] != value.shape[:3]:
         raise UsageError(f"shape {value.shape}, expected {key.shape}, like K", argument="value_cache")
     if _steps(key) != _steps(value):
@@ -226,6 +236,7 @@ def _check_block_scales(call: DecodeCall | ContextCall, packed: int) -> None:
             raise UsageError(
                 f"strides {scales.strides}, expected the tokens of a page and head in one piece", argument=name
             )
+        _check_steps(name, scales)
         check_device(name, scales, call.query.device)
     if call.key_scales is not None and call.value_scales is not None:
         key, value = _steps(call.key_scales), _steps(call.value_scales)
@@ -248,6 +259,8 @@ def _check_table(call: DecodeCall | ContextCall) -> None:
         raise UsageError(
             f"shape {table.shape}, expected [{batch}, 2, columns] for K and V apart", argument="block_tables"
         )
+    if table.shape[-1] > INT32_MAX:
+        raise UsageError(f"shape {table.shape}, expected at most {INT32_MAX} columns", argument="block_tables")
     if table.dtype != "int32":
         raise UsageError(f"dtype {table.dtype}, expected int32", argument="block_tables")
     if not table.is_contiguous:

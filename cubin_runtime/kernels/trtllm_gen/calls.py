@@ -207,7 +207,7 @@ class RaggedCall(Call):
         check_sage(self.sage)
         heads = self._heads(device, self.key.shape[1], self.value.shape[2])
         bindings = self.bindings(workspace, counters)
-        lse = (0, 0) if self.lse is None else _two_strides(self.lse)
+        lse = (0, 0) if self.lse is None else (self.lse.strides[0], self.lse.strides[1])
         return self._stated(
             device,
             heads,
