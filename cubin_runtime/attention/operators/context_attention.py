@@ -62,6 +62,7 @@ _KV_DTYPES = (*DTYPES_16, E4M3)
 _SAME = {dtype: (dtype,) for dtype in _KV_DTYPES}
 Q_DTYPES = {**{dtype: (dtype,) for dtype in DTYPES_16}, E4M3: DTYPES_16}
 _MOST = 1 << 30  # tokens: positions and windows added to them fit an int32
+_MOST_CAP = 2.0**15  # scores are then off by 0.004: the error of tanh in float32, times the cap
 _LEAST_RESIZED = 2  # tokens: the stride between those of one does not count
 
 
@@ -238,8 +239,13 @@ def _check_options(call: AttentionCall) -> None:
     if options.causal and options.window_right > 0:
         raise UsageError("expected -1 or 0 with causal=True", argument="window_right", value=options.window_right)
     check_lse_base(options.lse_base)
-    if float32_number("logit_soft_cap", options.logit_soft_cap) < 0:
-        raise UsageError("expected 0 (none) or more", argument="logit_soft_cap", value=options.logit_soft_cap)
+    cap = float32_number("logit_soft_cap", options.logit_soft_cap)
+    if cap != 0 and not 1 / _MOST_CAP <= cap <= _MOST_CAP:
+        raise UsageError(
+            f"expected 0 (none) or {1 / _MOST_CAP:.2g} to {_MOST_CAP:g}: beyond, tanh in float32 leaves scores inexact",
+            argument="logit_soft_cap",
+            value=cap,
+        )
 
 
 def _problem(call: AttentionCall) -> ContextProblem:
@@ -637,7 +643,8 @@ def context_attention(
         causal: a token sees no key after its own position.
         window_left: how many keys before its own position a token sees; -1: all.
         window_right: how many keys after its own position a token sees, without ``causal``; -1: all.
-        logit_soft_cap: scores become ``cap * tanh(score / cap)`` after the softmax scale; 0: no cap.
+        logit_soft_cap: scores become ``cap * tanh(score / cap)`` after the softmax scale, a cap from
+            2^-15 to 2^15; 0: no cap.
         sinks: float32 ``[q_heads]`` or ``[kv_heads, group]``, contiguous: one logit per head that is added to the
             softmax denominator only. None: no sinks.
         softmax_scale: factor of the scores: a number, or a one-element float32 tensor on the device, which the kernel
