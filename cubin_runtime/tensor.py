@@ -39,8 +39,8 @@ class TensorView:
     """Device memory as a tensor: ``strides`` in elements, ``device`` the ordinal. It keeps nothing alive.
 
     Raises:
-        UsageError: the dtype is none of ``dtypes.ITEM_BYTES``, a number is no integer, or shape and strides differ in
-            length.
+        UsageError: the dtype is none of ``dtypes.ITEM_BYTES``, a number is no integer, a size is below 0, or shape and
+            strides differ in length.
     """
 
     pointer: int
@@ -60,6 +60,8 @@ class TensorView:
             shape, strides = _integers("shape", shape), _integers("strides", strides)
         if len(shape) != len(strides):
             raise UsageError(f"shape={shape} with strides={strides}: expected equal lengths")
+        if shape and min(shape) < 0:
+            raise UsageError("expected no size below 0", argument="shape", value=shape)
         put = object.__setattr__
         put(self, "pointer", pointer)
         put(self, "dtype", dtype)

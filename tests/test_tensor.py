@@ -194,6 +194,12 @@ def test_what_is_no_integer_is_named(changes: dict[str, Any], message: str) -> N
             TensorView.contiguous(0x1000, "int32", changes["shape"])
 
 
+@pytest.mark.parametrize("make", [TensorView.contiguous, lambda *given: TensorView(*given, (8, 1))])
+def test_a_size_below_0_is_refused(make: Any) -> None:
+    with pytest.raises(UsageError, match=r"^shape=\(-3, 8\): expected no size below 0"):
+        make(0x1000, "float32", (-3, 8))
+
+
 def test_shape_and_strides_of_other_lengths_are_refused() -> None:
     with pytest.raises(UsageError, match="expected equal lengths"):
         TensorView(0, "int32", (1, 2), (1,))
