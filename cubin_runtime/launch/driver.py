@@ -20,7 +20,7 @@ from .accelerator import STREAM_QUERY, accelerator
 from .driver_errors import STICKY, DriverCallError, DriverLibraryError
 from .history import LaunchHistory, LaunchRecord
 from .profiler import Profiler
-from .structs import TENSOR_MAP_BYTES
+from .structs import INT32_MAX, TENSOR_MAP_BYTES
 
 __all__ = ["DeviceFacts", "Driver", "DriverCallError", "DriverLibraryError", "Life"]
 _LIBCUDA = "libcuda.so.1"
@@ -191,7 +191,7 @@ class Driver:
         facts = self._devices.get(ordinal)
         if facts is not None:
             return facts
-        handle = self.out_int("cuDeviceGet", ordinal)
+        handle = self._device_handle(ordinal)
         name = ctypes.create_string_buffer(256)
         self.call("cuDeviceGetName", ctypes.addressof(name), len(name), handle)
 
@@ -211,11 +211,17 @@ class Driver:
         self._devices[ordinal] = facts
         return facts
 
+    def _device_handle(self, ordinal: int) -> int:
+        # C would take the low 32 bits of a larger number, those of another device.
+        if ordinal > INT32_MAX:
+            raise self.error("cuDeviceGet", api.INVALID_DEVICE)
+        return self.out_int("cuDeviceGet", ordinal)
+
     def primary_context(self, ordinal: int = 0) -> int:
         """The device's primary context (the one that torch and CuPy use), retained once for this process."""
         with self._lock:
             if ordinal not in self._primary:
-                handle = self.out_int("cuDeviceGet", ordinal)
+                handle = self._device_handle(ordinal)
                 self._primary[ordinal] = self.out_pointer("cuDevicePrimaryCtxRetain", handle)
             return self._primary[ordinal]
 
@@ -223,7 +229,7 @@ class Driver:
         """Give back what ``primary_context`` retained; no error if nothing was."""
         with self._lock:
             if self._primary.pop(ordinal, None) is not None:
-                self.call("cuDevicePrimaryCtxRelease", self.out_int("cuDeviceGet", ordinal))
+                self.call("cuDevicePrimaryCtxRelease", self._device_handle(ordinal))
 
     def current_context(self) -> int | None:
         """The context current on this thread, or None."""

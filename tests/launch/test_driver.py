@@ -96,9 +96,12 @@ def test_device_facts_are_read_by_their_attributes(driver: Driver, standin: Stan
     assert (facts.l2_bytes, facts.driver_version) == (52428800, 13000)
 
 
-def test_an_ordinal_that_does_not_exist_is_an_error(driver: Driver) -> None:
+@pytest.mark.parametrize("ordinal", [7, -1, 1 << 32])
+def test_an_ordinal_that_does_not_exist_is_an_error(driver: Driver, ordinal: int) -> None:
     with pytest.raises(DriverCallError, match="likely cause: no such device ordinal"):
-        driver.device(5)
+        driver.primary_context(ordinal)
+    with pytest.raises(DriverCallError, match="likely cause: no such device ordinal"):
+        driver.device(ordinal)
 
 
 def test_the_primary_context_is_retained_once(driver: Driver, standin: StandIn) -> None:
