@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..attention.checks import integer
 from ..errors import UsageError
 from ..values import dataclass
 
@@ -25,11 +26,15 @@ class HeadShare:
         """The share of ``rank`` among ``world`` ranks.
 
         Raises:
-            UsageError: the rank is not below ``world``, or the heads do not divide evenly.
+            UsageError: the rank is not below ``world``, the heads do not divide evenly, or one is no integer.
         """
+        q_heads, kv_heads = integer("q_heads", q_heads), integer("kv_heads", kv_heads)
+        world, rank = integer("world", world), integer("rank", rank)
         if not 0 <= rank < world:
             raise UsageError(f"expected 0 to {world - 1}, below the world's {world}", argument="rank", value=rank)
-        if kv_heads < 1 or q_heads % kv_heads:
+        if kv_heads < 1:
+            raise UsageError("expected 1 or more", argument="kv_heads", value=kv_heads)
+        if q_heads < 1 or q_heads % kv_heads:
             raise UsageError(f"expected a multiple of kv_heads={kv_heads}", argument="q_heads", value=q_heads)
         if q_heads % world:
             raise UsageError(f"expected a multiple of the world's {world} ranks", argument="q_heads", value=q_heads)

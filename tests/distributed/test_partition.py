@@ -61,11 +61,34 @@ def test_a_position_is_stored_on_its_holder_behind_the_keys_before_it(world: int
         ((2, 2), "rank=2: expected 0 to 1"),
         ((2, -1), "rank=-1: expected 0 to 1"),
         ((2, 0, 0), "interleave=0: expected 1 or more"),
+        ((2, 0, 1 << 30), "interleave=1073741824: expected at most 1073741823 on each of 2 ranks"),
+        (("2", 0), "world='2': expected an integer"),
+        ((2, None), "rank=None: expected an integer"),
+        ((2, 0, 1.5), "interleave=1.5: expected an integer"),
     ],
 )
 def test_a_partition_of_no_sense_is_refused(given: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         KvPartition(*given)
+
+
+def test_blocks_are_of_keys_that_a_request_may_have() -> None:
+    assert KvPartition.blocked(4, 3, 1 << 30).own_keys(1 << 30) == 1 << 28
+    with pytest.raises(UsageError, match="max_seq_len=2147483647: expected at most 1073741824"):
+        KvPartition.blocked(2, 0, 2**31 - 1)
+    with pytest.raises(UsageError, match="max_seq_len='9': expected an integer"):
+        KvPartition.blocked(2, 0, "9")  # type: ignore[arg-type]
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint32", "float32"])
+def test_lengths_and_positions_of_other_dtypes_are_refused(dtype: str) -> None:
+    torch = pytest.importorskip("torch")
+    numbers, partition = torch.ones(3, dtype=getattr(torch, dtype)), KvPartition(8, 0, 1 << 13)
+    with pytest.raises(UsageError, match=f"global_lens: dtype {dtype}, expected int32 or int64"):
+        partition.own_lens(numbers)
+    with pytest.raises(UsageError, match=f"positions: dtype {dtype}, expected int32 or int64"):
+        partition.own_positions(numbers)
 
 
 @pytest.mark.parametrize(
@@ -86,6 +109,10 @@ def test_a_rank_has_heads_and_the_kv_heads_that_they_read(given: Any, share: Hea
     ("given", "message"),
     [
         ((64, 8, 4, 4), "rank=4: expected 0 to 3"),
+        ((64, 0, 4, 0), "kv_heads=0: expected 1 or more"),
+        ((0, 8, 4, 0), "q_heads=0: expected a multiple of kv_heads=8"),
+        ((-64, 8, 4, 0), "q_heads=-64: expected a multiple of kv_heads=8"),
+        ((64, 8, 4.0, 0), "world=4.0: expected an integer"),
         ((63, 8, 4, 0), "q_heads=63: expected a multiple of kv_heads=8"),
         ((64, 8, 5, 0), "q_heads=64: expected a multiple of the world's 5 ranks"),
         ((24, 6, 4, 0), "kv_heads=6: expected a multiple or a divisor of the world's 4 ranks"),
