@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ..attention import merge_states
+from ..attention.checks import check_lse_base, integer, listed
+from ..attention.operators.merge_states import DTYPES_OF_V
 from ..errors import UsageError
 from ..values import dataclass
 from .collectives import all_gather, all_to_all, reduce_scatter, world_and_rank
@@ -40,13 +42,13 @@ class ContextParallelMerge:
         tokens: query tokens of a step, of all requests.
         heads: query heads that every rank decodes; a multiple of the ranks.
         head_dim: of the output, a multiple of 8; for MLA the latent dimension.
-        dtype: torch dtype of the partial outputs, bfloat16 or float16.
+        dtype: torch dtype of the partial outputs: bfloat16, float16 or float32.
         device: where the buffers are made.
         exchange: "all_to_all": each rank receives the partial outputs of its heads with their log-sum-exps, and merges
             them in the order of the ranks. "gather_reduce": log-sum-exps are gathered, each rank scales its partial
             output by its weight, and the scaled outputs are added by a reduce-scatter.
         lse_base: base of ``lse``: "2", as decode operators write it, or "e".
-        reduce_dtype: torch dtype of the scaled outputs of "gather_reduce"; None: float32.
+        reduce_dtype: torch dtype of the scaled outputs of "gather_reduce", one of these; None: float32.
         merge: what merges parts, called as ``merge_states``.
 
     Raises:
@@ -68,6 +70,8 @@ class ContextParallelMerge:
         merge: Callable[..., Any] = merge_states,
     ) -> None:
         self._world, self._rank = world_and_rank(group)
+        tokens, heads = integer("tokens", tokens), integer("heads", heads)
+        head_dim = integer("head_dim", head_dim)
         if tokens < 1:
             raise UsageError("expected 1 or more", argument="tokens", value=tokens)
         if heads < 1 or heads % self._world:
@@ -76,6 +80,10 @@ class ContextParallelMerge:
             raise UsageError("expected a multiple of 8", argument="head_dim", value=head_dim)
         if exchange not in EXCHANGES:
             raise UsageError(f"expected {' or '.join(map(repr, EXCHANGES))}", argument="exchange", value=repr(exchange))
+        check_lse_base(lse_base)
+        for name, kind in (("dtype", dtype), ("reduce_dtype", reduce_dtype)):
+            if _word(kind) not in DTYPES_OF_V and (kind is not None or name == "dtype"):
+                raise UsageError(f"expected {listed(DTYPES_OF_V)}", argument=name, value=_word(kind))
         self.tokens, self.heads, self.head_dim = tokens, heads, head_dim
         self.own_heads = heads // self._world
         self._group, self._lse_base, self._merge_states = group, lse_base, merge
@@ -110,7 +118,7 @@ class ContextParallelMerge:
             ``out``.
 
         Raises:
-            UsageError: a tensor has another shape.
+            UsageError: a tensor has another shape or dtype.
         """
         for step in self.steps(out, lse, sinks=sinks):
             step.run()
@@ -118,7 +126,7 @@ class ContextParallelMerge:
 
     def steps(self, out: Any, lse: Any = None, *, sinks: Any = None) -> tuple[Step, ...]:
         """The steps that ``merge`` runs, in order, for whoever times or overlaps its parts."""
-        self._check("out", out, (self.tokens, self.own_heads, self.head_dim))
+        self._check("out", out, (self.tokens, self.own_heads, self.head_dim), DTYPES_OF_V)
         self._check("lse", lse, (self.tokens, self.own_heads))
         self._check("sinks", sinks, (self.heads,))
         if isinstance(self._buffers, _Packed):
@@ -161,9 +169,16 @@ class ContextParallelMerge:
         )
 
     @staticmethod
-    def _check(name: str, tensor: Any, shape: tuple[int, ...]) -> None:
+    def _check(name: str, tensor: Any, shape: tuple[int, ...], dtypes: tuple[str, ...] = ("float32",)) -> None:
+        # Between two exchanges the merge would refuse it, while the other ranks wait for this one.
         if tensor is not None and tuple(tensor.shape) != shape:
             raise UsageError(f"shape {tuple(tensor.shape)}, expected {shape}", argument=name)
+        if tensor is not None and _word(tensor.dtype) not in dtypes:
+            raise UsageError(f"dtype {_word(tensor.dtype)}, expected {listed(dtypes)}", argument=name)
+
+
+def _word(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 class _Packed:

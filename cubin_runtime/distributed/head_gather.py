@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..attention.checks import integer
 from ..errors import UsageError
 from .collectives import all_gather, world_and_rank
 
@@ -18,11 +19,17 @@ class HeadGather:
         head_dim: of the queries.
         dtype: a torch dtype.
         device: where the buffers are made.
+
+    Raises:
+        UsageError: a size is no integer of 1 or more.
     """
 
     def __init__(self, group: Any, *, tokens: int, own_heads: int, head_dim: int, dtype: Any, device: Any) -> None:
         import torch
 
+        for name, size in (("tokens", tokens), ("own_heads", own_heads), ("head_dim", head_dim)):
+            if integer(name, size) < 1:
+                raise UsageError("expected 1 or more", argument=name, value=size)
         self._group = group
         self._world, _ = world_and_rank(group)
         self._sent = torch.empty(own_heads, tokens, head_dim, dtype=dtype, device=device)

@@ -55,6 +55,13 @@ def merge_of(group: Any, **changed: Any) -> ContextParallelMerge:
         ({"head_dim": 4}, "head_dim=4: expected a multiple of 8"),
         ({"head_dim": 12}, "head_dim=12: expected a multiple of 8"),
         ({"exchange": "all2all"}, "exchange='all2all': expected 'all_to_all' or 'gather_reduce'"),
+        ({"tokens": 5.0}, "tokens=5.0: expected an integer"),
+        ({"heads": "12"}, "heads='12': expected an integer"),
+        ({"head_dim": None}, "head_dim=None: expected an integer"),
+        ({"lse_base": "10"}, "lse_base='10': expected '2' or 'e'"),
+        ({"dtype": torch.float64}, "^dtype=float64: expected bfloat16, float16 or float32"),
+        ({"dtype": None}, "^dtype=None: expected bfloat16"),
+        ({"reduce_dtype": torch.int32}, "^reduce_dtype=int32: expected bfloat16"),
     ],
 )
 def test_what_is_refused(group: Group, changed: dict[str, Any], message: str) -> None:
@@ -127,6 +134,16 @@ def test_tensors_of_another_shape_are_refused(exchange: str, name: str, shape: t
         made.merge(**given)
 
 
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize(("name", "shape"), [("out", (5, 12, 16)), ("lse", (5, 12)), ("sinks", (12,))])
+def test_tensors_of_another_dtype_are_refused_before_ranks_wait(
+    exchange: str, name: str, shape: tuple[int, ...]
+) -> None:
+    given = {"out": torch.empty(5, 12, 16), name: torch.empty(shape, dtype=torch.float64)}
+    with pytest.raises(UsageError, match=f"{name}: dtype float64, expected"):
+        merge_of(None, exchange=exchange).steps(**given)
+
+
 @pytest.fixture(autouse=True)
 def one_rank(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if "group" not in request.fixturenames:
@@ -140,6 +157,13 @@ def test_queries_of_all_ranks_are_received_heads_first(group: Group) -> None:
     ((name, received, sent),) = group.calls
     assert (name, tuple(received.shape)) == ("all_gather", (3 * group.world, 5, 8))
     assert torch.equal(sent, q.transpose(0, 1))
+
+
+@pytest.mark.parametrize(("name", "size", "words"), [("tokens", 0, "1 or more"), ("own_heads", 1.5, "an integer")])
+def test_sizes_of_no_queries_are_refused(group: Group, name: str, size: Any, words: str) -> None:
+    sizes = {"tokens": 5, "own_heads": 3, "head_dim": 8, name: size}
+    with pytest.raises(UsageError, match=f"{name}={size}: expected {words}"):
+        HeadGather(group, **sizes, dtype=torch.float32, device="cpu")
 
 
 @pytest.mark.parametrize("shape", [(4, 3, 8), (5, 2, 8), (5, 3, 16), (3, 5, 8)])
