@@ -152,6 +152,7 @@ class Device(DeviceArrays):
         kernel = cubin.load(self.driver, self.context, plan)
         PreparedLaunches([plan], [kernel], self.driver).run(0)
         self.driver.synchronize(0)
+        self.driver.unload_module(kernel.module)
 
     def close(self) -> None:
         """Free all arrays and restore the context that was current before."""

@@ -126,6 +126,16 @@ def test_sizes_may_be_numpy_s(scale_cubin: Path, cubin_standin: StandIn, cubin_s
     assert cubin_standin_device.launched(cubin) == {"values": 0, "count": 3, "factor": 1.0}
 
 
+def test_a_launch_leaves_no_module_loaded(
+    scale_cubin: Path, cubin_standin: StandIn, cubin_standin_device: StandInDevice
+) -> None:
+    cubin = CubinUnderTest(scale_cubin, SCALE)
+    for _ in range(3):
+        cubin_standin_device.launch(cubin, grid=1, block=1, values=0, count=0, factor=1)
+    names = cubin_standin.names()
+    assert names.count("cuModuleLoadData") == names.count("cuModuleUnload") == 3
+
+
 @pytest.mark.parametrize(
     ("values", "dtype", "bits"),
     [
