@@ -59,7 +59,7 @@ class DecodeCase:
         tensors |= {"page_table": device.array(self.page_table), "seq_lens": device.array(self.seq_lens)}
         tensors["out"] = device.poisoned((*self.q.shape[:2], width), self.dtype)
         tensors["lse"] = device.poisoned(self.q.shape[:2], "float32")
-        if len(self.q) != self.batch:
+        if not np.array_equal(self.q_cu_seq_lens, np.arange(self.batch + 1)):  # other than a token of each request
             tensors["q_cu_seq_lens"] = device.array(self.q_cu_seq_lens)
         return tensors
 

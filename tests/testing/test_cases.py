@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cubin_runtime.attention.tolerances import ROUNDING
-from cubin_runtime.testing import assert_attention_close, from_bits, mla_case, paged_case, to_bits
+from cubin_runtime.testing import StandInDevice, assert_attention_close, from_bits, mla_case, paged_case, to_bits
 
 if TYPE_CHECKING:
     from cubin_runtime.protocols import DTypeName
@@ -41,6 +41,14 @@ def test_a_reference_of_ragged_requests_reads_no_nan(dtype) -> None:
     assert np.isfinite(out).all()
     assert np.isneginf(lse[3:5]).all()  # the request without keys
     assert np.isfinite(lse[:3]).all()
+
+
+@pytest.mark.parametrize(("q_lens", "stated"), [(1, False), ((1, 1, 1), False), ((2, 0, 1), True), (2, True)])
+def test_tokens_that_are_not_one_of_each_request_come_with_their_sums(
+    cubin_standin_device: StandInDevice, q_lens: tuple[int, ...] | int, stated: bool
+) -> None:
+    case = paged_case(1, (5, 7, 3), q_lens=q_lens, q_heads=2, kv_heads=1, page_size=16)
+    assert ("q_cu_seq_lens" in case.on(cubin_standin_device)) == stated
 
 
 def test_a_latent_case_has_one_cache_and_the_latent_as_output() -> None:
