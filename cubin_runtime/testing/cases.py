@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..attention.reference import mla_decode_reference, paged_decode_reference
+from ..errors import UsageError
 from ..values import dataclass
 from .values import from_bits, to_bits
 
@@ -89,6 +90,9 @@ def paged_case(
     """A paged decode of requests with these ``lengths`` in keys and ``q_lens`` query tokens, normal values.
 
     Pages are in a random order; ``max_seq_len`` (None: the longest) is the bound that the page table holds.
+
+    Raises:
+        UsageError: there is no request, or a number of keys or query tokens is out of range.
     """
     heads = ((q_heads, head_dim), (kv_heads, head_dim), (kv_heads, head_dim))
     return _case(seed, lengths, q_lens, heads, page_size, max_seq_len, dtype, 1 / math.sqrt(head_dim))
@@ -124,7 +128,12 @@ def _case(
 ) -> DecodeCase:
     rng = np.random.default_rng(seed)
     tokens = [q_lens] * len(lengths) if isinstance(q_lens, int) else list(q_lens)
+    for name, numbers in (("lengths", lengths), ("q_lens", tokens)):
+        if len(numbers) != len(lengths) or min(numbers, default=-1) < 0:
+            raise UsageError("expected 0 or more, of each of 1 request or more", argument=name, value=list(numbers))
     bound = max_seq_len or max(1, *lengths)
+    if bound < max(lengths):
+        raise UsageError(f"expected at least {max(lengths)}, the longest length", argument="max_seq_len", value=bound)
     used = [-(-length // page_size) for length in lengths]
     order = rng.permutation(sum(used) + 1).astype(np.int32)  # one page is unused
     table = np.full((len(lengths), -(-bound // page_size)), -1, dtype=np.int32)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..attention.tolerances import ELEMENT_TOLERANCE, LSE_TOLERANCE, ROUNDING, ROW_FACTOR, Rounding, probability_dtype
+from ..errors import UsageError
 from .values import from_bits
 
 if TYPE_CHECKING:
@@ -47,7 +48,11 @@ def assert_attention_close(
 
     Raises:
         AssertionError: a bound is broken; the message names the first element or row and both values.
+        UsageError: a dtype is another.
     """
+    for name, word in (("dtype", dtype), ("kv_dtype", kv_dtype or dtype)):
+        if word not in ROUNDING:
+            raise UsageError(f"expected one of {', '.join(ROUNDING)}", argument=name, value=repr(word))
     rounding, products = ROUNDING[dtype], ROUNDING[probability_dtype(kv_dtype or dtype)]
     got = np.asarray(from_bits(dtype, out), dtype=np.float64)
     assert got.shape == np.shape(expected), f"the output has shape {got.shape}, expected {np.shape(expected)}"
@@ -73,6 +78,7 @@ def assert_lse_close(lse: Any, expected: Any, score_error: float = 0.0) -> None:
         AssertionError: a value differs by more; the message names it.
     """
     lse, expected = np.asarray(lse), np.asarray(expected)
+    assert lse.shape == expected.shape, f"the LSE has shape {lse.shape}, expected {expected.shape}"
     assert not np.isnan(lse).any(), f"the LSE holds NaN at {_first(np.isnan(lse))}"
     empty = np.isneginf(expected)
     assert np.array_equal(np.isneginf(lse), empty), f"-inf differs at {_first(np.isneginf(lse) != empty)}"

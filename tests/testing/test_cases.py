@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
 from cubin_runtime.attention.tolerances import ROUNDING
-from cubin_runtime.testing import StandInDevice, assert_attention_close, from_bits, mla_case, paged_case, to_bits
+from cubin_runtime.errors import UsageError
+from cubin_runtime.testing import (
+    StandInDevice,
+    assert_attention_close,
+    assert_lse_close,
+    from_bits,
+    mla_case,
+    paged_case,
+    to_bits,
+)
 
 if TYPE_CHECKING:
     from cubin_runtime.protocols import DTypeName
@@ -100,6 +110,32 @@ def test_a_log_sum_exp_is_never_close_to_nan() -> None:
     expected, lse = paged_case(5, (65,)).reference()
     with pytest.raises(AssertionError, match=r"the LSE is off at \(0, 0\)"):
         assert_attention_close(expected, expected, lse=lse, expected_lse=np.full_like(lse, np.nan))
+
+
+@pytest.mark.parametrize("shape", [(1, 32), (32,), (2, 31), ()])
+def test_a_log_sum_exp_of_another_shape_is_named(shape: tuple[int, ...]) -> None:
+    with pytest.raises(AssertionError, match=re.escape(f"the LSE has shape (2, 32), expected {shape}")):
+        assert_lse_close(np.zeros((2, 32)), np.zeros(shape))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "options", "message"),
+    [
+        ((), {}, r"lengths=\[\]: expected 0 or more, of each of 1 request or more"),
+        ((3, -1), {}, r"lengths=\[3, -1\]: expected 0 or more"),
+        ((3, 4), {"q_lens": (1,)}, r"q_lens=\[1\]: expected 0 or more, of each"),
+        ((3, 400), {"max_seq_len": 300}, "max_seq_len=300: expected at least 400"),
+    ],
+)
+def test_requests_of_no_sense_are_refused(lengths: tuple[int, ...], options: dict[str, Any], message: str) -> None:
+    for case in (paged_case, mla_case):
+        with pytest.raises(UsageError, match=message):
+            case(0, lengths, **options)
+
+
+def test_an_output_of_a_dtype_without_tolerances_is_refused() -> None:
+    with pytest.raises(UsageError, match="dtype='float32': expected one of bfloat16, float16, float8_e4m3fn"):
+        assert_attention_close(np.ones((1, 1, 8)), np.ones((1, 1, 8)), dtype="float32")
 
 
 @pytest.mark.parametrize(
