@@ -63,9 +63,9 @@ class DeviceArrays:
 
     def close(self) -> None:
         """Free everything."""
-        for address, _ in self._held:
+        while self._held:
+            address, _ = self._held.pop()
             self.driver.free(address)
-        self._held.clear()
 
 
 _DeviceT = TypeVar("_DeviceT", bound="Device")
@@ -156,8 +156,10 @@ class Device(DeviceArrays):
 
     def close(self) -> None:
         """Free all arrays and restore the context that was current before."""
-        super().close()
-        self.driver.set_current(self._before)
+        try:
+            super().close()
+        finally:
+            self.driver.set_current(self._before)
 
     def __enter__(self: _DeviceT) -> _DeviceT:
         return self

@@ -7,7 +7,7 @@ from typing import cast
 
 import pytest
 
-from cubin_runtime.launch.driver import Driver
+from cubin_runtime.launch.driver import Driver, DriverCallError
 from cubin_runtime.launch.driver_api import FUNC_MAX_THREADS
 from cubin_runtime.testing import CubinUnderTest, Device, StandIn, StandInDevice
 
@@ -19,6 +19,16 @@ def test_a_closed_device_has_freed_each_array_once(cubin_standin: StandIn) -> No
     device.close()
     freed = [int(call.seen["address"], 16) for call in cubin_standin.calls("cuMemFree")]
     assert sorted(freed) == sorted(addresses)
+
+
+def test_a_device_that_is_closed_behind_a_fault_restores_the_context(cubin_standin: StandIn) -> None:
+    driver = Driver(cubin_standin.path)
+    device = Device(driver, computes=False)
+    device.array([1.0], "float32")
+    cubin_standin.fault(700)
+    with pytest.raises(DriverCallError, match="a fault of earlier asynchronous work"):
+        device.close()
+    assert driver.current_context() is None
 
 
 @pytest.mark.parametrize(("times", "median"), [([5e-3, 1e-3, 3e-3], 3.0), ([4e-3, 2e-3], 4.0), ([7e-3], 7.0)])
