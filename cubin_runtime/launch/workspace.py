@@ -8,7 +8,8 @@ import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import field
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from operator import index
+from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex
 
 from ..dtypes import ITEM_BYTES
 from ..errors import UsageError, WorkspaceError
@@ -63,6 +64,12 @@ def scratch_sizes(regions: Sequence[Region]) -> tuple[int, int]:
     """
     zeroed, others = parted(regions)
     return workspace_size(zeroed), workspace_size(others)
+
+
+def _count(name: str, value: Any) -> int:
+    if not isinstance(value, SupportsIndex) or index(value) < 0:
+        raise UsageError("expected an integer of 0 or more", argument=name, value=repr(value))
+    return index(value)
 
 
 def parted(regions: Sequence[Region]) -> tuple[list[Region], list[Region]]:
@@ -194,10 +201,10 @@ class Workspace:
 
         Raises:
             WorkspaceError: ``stream`` is capturing.
-            UsageError: ``stream`` is of another context.
+            UsageError: ``stream`` is of another context, or a number is no integer of 0 or more.
             DriverError: the device does not have that much memory.
         """
-        handle = stream_handle(stream)
+        handle, nbytes, graphs = stream_handle(stream), _count("nbytes", nbytes), _count("graphs", graphs)
         address, capacity, _ = _new_memory(driver, context, nbytes, handle)
         workspace = cls(driver, context, address, nbytes, capacity=capacity)
         if graphs:
@@ -215,9 +222,10 @@ class Workspace:
 
         Raises:
             WorkspaceError: ``stream`` is capturing, or the memory is the caller's own.
+            UsageError: ``graphs`` is no integer of 0 or more.
             DriverError: the device does not have that much memory.
         """
-        handle = stream_handle(stream)
+        handle, graphs = stream_handle(stream), _count("graphs", graphs)
         with self._lock:
             self._check_open()
             if self._eager is None:

@@ -35,6 +35,25 @@ def test_new_memory_is_zero(driver: Driver, context: int) -> None:
     workspace.close()
 
 
+@pytest.mark.parametrize(
+    ("nbytes", "graphs", "name"),
+    [(-1, 0, "nbytes=-1"), (64.0, 0, "nbytes=64.0"), ("64", 0, "nbytes='64'"), (64, -1, "graphs=-1")],
+)
+def test_memory_of_no_size_is_refused_before_any_is_made(
+    driver: Driver, standin: StandIn, context: int, nbytes: int, graphs: int, name: str
+) -> None:
+    with pytest.raises(UsageError, match=f"^{name}: expected an integer of 0 or more"):
+        Workspace.allocate(driver, context, nbytes, graphs=graphs)
+    assert not standin.calls("cuMemAlloc")
+
+
+@pytest.mark.parametrize("graphs", [-1, 1.5, None])
+def test_a_reserve_is_for_a_number_of_graphs(driver: Driver, context: int, graphs: int) -> None:
+    workspace = Workspace.allocate(driver, context, 64)
+    with pytest.raises(UsageError, match=f"^graphs={graphs}: expected an integer of 0 or more"):
+        workspace.reserve(graphs)
+
+
 def test_it_is_cleared_on_the_stream_that_will_use_it(driver: Driver, standin: StandIn, context: int) -> None:
     Workspace.allocate(driver, context, 64, 0x5005).close()
     assert standin.call("cuMemsetD8Async") == {"value": "0", "count": "64", "stream": "0x5005"}
