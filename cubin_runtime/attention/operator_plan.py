@@ -248,7 +248,7 @@ class OperatorPlan:
         if workspace is None:
             scratch: AnyWorkspace = self._pool.take(stream)
         else:
-            check_workspace(workspace)
+            check_workspace(workspace, self.device)
             scratch = workspace
         context = scratch.context or self.driver.context_on(self.device)
         prepared, place = self._prepared_in(context, stream), scratch.claim(stream)
@@ -334,7 +334,7 @@ class OperatorPlan:
             UsageError: ``workspace`` is none, or ``stream`` is none.
             ClampedInputError: a run since the last check found a length, page id, position or prefix sum out of bounds.
         """
-        check_workspace(workspace)
+        check_workspace(workspace, self.device)
         if STATUS not in self.regions:
             return
         driver, handle = self.driver, self.stream_of(stream)

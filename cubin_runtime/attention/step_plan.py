@@ -96,7 +96,7 @@ class StepPlan(OperatorPlan):
         handle = self.stream_of(stream)
         if workspace is None:
             workspace = self.new_workspace(handle)
-        check_workspace(workspace)
+        check_workspace(workspace, self.device)
         if graphs:
             if not isinstance(workspace, Workspace):
                 raise WorkspaceError(f"graphs={graphs}: a SemaphoreWorkspace has no memory to reserve, expected 0")

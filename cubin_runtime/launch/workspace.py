@@ -402,7 +402,8 @@ class SemaphoreWorkspace:
     ``semaphores`` is zero before the first launch that gets it and holds nothing but regions that begin as zeros,
     so that launches of any plan may follow one another on it; ``scratch`` may hold anything. The caller keeps work on
     other streams away from both. ``context`` is where they live; None: the current one, or the device's primary one.
-    ``owner`` is held as long as this is, where somebody else's dropping it would free the semaphores.
+    ``owner`` is held as long as this is, where somebody else's dropping it would free the semaphores. ``device`` is the
+    ordinal of the tensors' device, None where no tensor tells it.
     """
 
     semaphores: tuple[int, int]
@@ -410,6 +411,7 @@ class SemaphoreWorkspace:
     context: int | None = None
     owner: object = field(default=None, compare=False, repr=False)
     claimed: EagerClaim = field(default=EagerClaim(None), compare=False, repr=False)
+    device: int | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "claimed", EagerClaim((self.semaphores, self.scratch), context=self.context))
@@ -422,16 +424,19 @@ class SemaphoreWorkspace:
         """Return a workspace over two contiguous CUDA tensors of any shape and dtype, which it keeps alive.
 
         Raises:
-            UsageError: one is no such tensor.
+            UsageError: one is no such tensor, or they are on two devices.
             WorkspaceError: one does not begin at a multiple of 16 bytes.
         """
-        parts = []
+        parts, devices = [], list[int]()
         for name, tensor in (("semaphores", semaphores), ("scratch", scratch)):
             view = view_of(tensor, name, written=True)
+            devices.append(view.device)
+            if view.device != devices[0]:
+                raise UsageError(f"on device {view.device}, semaphores are on device {devices[0]}", argument=name)
             if not view.is_contiguous:
                 raise UsageError(f"strides {view.strides}, expected a contiguous tensor", argument=name)
             parts.append((view.pointer, prod(view.shape) * ITEM_BYTES[view.dtype]))
-        return cls(parts[0], parts[1], owner=(semaphores, scratch))
+        return cls(parts[0], parts[1], owner=(semaphores, scratch), device=devices[0])
 
     def regions(self, needed: Sequence[Region], place: Hashable = None) -> dict[str, int]:
         """The device address of each region: those that begin as zeros in the semaphores, the others in the scratch.
@@ -458,12 +463,15 @@ class SemaphoreWorkspace:
 AnyWorkspace = Workspace | SemaphoreWorkspace
 
 
-def check_workspace(workspace: object) -> None:
-    """Raise ``UsageError`` for anything else, such as a tensor."""
+def check_workspace(workspace: object, device: int | None = None) -> None:
+    """Raise ``UsageError`` for anything else, such as a tensor, and for tensors on another ``device``; None: any."""
     if not isinstance(workspace, (Workspace, SemaphoreWorkspace)):
         raise UsageError(
             f"got {type(workspace).__name__}, expected a Workspace or a SemaphoreWorkspace", argument="workspace"
         )
+    of_tensors = workspace.device if isinstance(workspace, SemaphoreWorkspace) else None
+    if of_tensors is not None and device is not None and of_tensors != device:
+        raise UsageError(f"on device {of_tensors}, the plan is for tensors on device {device}", argument="workspace")
 
 
 class WorkspacePool:

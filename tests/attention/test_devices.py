@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from cubin_runtime.attention import Runtime, mla_decode, paged_decode, plan_mla_decode, plan_paged_decode
+from cubin_runtime.attention import Runtime, TensorView, mla_decode, paged_decode, plan_mla_decode, plan_paged_decode
 from cubin_runtime.errors import CubinRuntimeError, FrozenError, UsageError, WorkspaceError
-from cubin_runtime.launch.workspace import Workspace
+from cubin_runtime.launch.workspace import SemaphoreWorkspace, Workspace
 from cubin_runtime.testing import StandIn
 from tests.attention.attention_examples import Tensors
 from tests.attention.device_calls import CONTEXTS, at_once, stream_on
@@ -185,3 +185,20 @@ def test_a_capture_without_a_reserve_says_so(runtime: Runtime) -> None:
             plan.preload()
             plan.run(**tensors_on(0), workspace=workspace, stream=stream)
         runtime.driver.end_capture(stream)
+
+
+@pytest.mark.parametrize("way", ["call", "run", "bind", "check"])
+def test_a_callers_buffers_on_another_device_are_refused(runtime: Runtime, standin: StandIn, way: str) -> None:
+    of = [TensorView.contiguous(at, "uint8", (1 << 21,), 1) for at in (0x7F0000800000, 0x7F0000A00000)]
+    plan, workspace = plan_on(runtime, 0), SemaphoreWorkspace.of(*of)
+    ways: dict[str, Callable[[], object]] = {
+        "call": lambda: call(runtime, 0, workspace=workspace),
+        "run": lambda: plan.run(**tensors_on(0), workspace=workspace),
+        "bind": lambda: plan.bind(**tensors_on(0), workspace=workspace),
+        "check": lambda: plan.check(workspace),
+    }
+    with pytest.raises(UsageError, match="workspace: on device 1, the plan is for tensors on device 0"):
+        ways[way]()
+    assert not standin.calls("cuLaunchKernelEx")
+    call(runtime, 1, workspace=workspace)
+    assert len(standin.calls("cuLaunchKernelEx")) == 1

@@ -595,6 +595,13 @@ def test_callers_tensors_are_taken_with_all_their_bytes() -> None:
     assert SemaphoreWorkspace.of(*tensors).owner == tensors
 
 
+def test_tensors_of_two_devices_are_refused() -> None:
+    one, other = (TensorView.contiguous(0x10000, "uint8", (64,), device) for device in (0, 1))
+    assert SemaphoreWorkspace.of(other, other).device == 1
+    with pytest.raises(UsageError, match="scratch: on device 1, semaphores are on device 0"):
+        SemaphoreWorkspace.of(one, other)
+
+
 def test_tensors_with_gaps_are_refused() -> None:
     whole = TensorView.contiguous(0x10000, "uint8", (64, 64))
     with pytest.raises(UsageError, match=r"scratch: strides \(128, 1\), expected a contiguous tensor"):
