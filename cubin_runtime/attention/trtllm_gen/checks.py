@@ -3,23 +3,58 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from functools import lru_cache
 from itertools import pairwise
+from typing import Any
 
 from ...errors import UsageError
-from ...kernels.trtllm_gen.arguments import Scale
+from ...kernels.trtllm_gen.arguments import OutScales, Sage, Scale
 from ...kernels.trtllm_gen.arithmetic import INT32_MAX
 from ...kernels.trtllm_gen.call import Call
 from ...kernels.trtllm_gen.calls import ContextCall, DecodeCall, RaggedCall
 from ...kernels.trtllm_gen.problem import is_mla
 from ...tensor import TensorView
-from ..checks import float32_number
+from ..checks import float32_number, listed
 
 QUERY_DTYPES = ("float16", "bfloat16", "float8_e4m3fn")
 RAGGED_DTYPES = (*QUERY_DTYPES, "int8")
 CACHE_DTYPES = (*QUERY_DTYPES, "uint8")
 SCALE_BLOCK = 16
+_CALLS = (DecodeCall, ContextCall, RaggedCall)
+_KINDS: Mapping[str, Any] = {
+    "TensorView": TensorView,
+    "Scale": Scale,
+    "OutScales": OutScales,
+    "Sage": Sage,
+    "int": int,
+    "float": (int, float),
+    "bool": bool,
+}
 _MOST_PAGES = INT32_MAX // 2  # of K, which are counted with those of V
+
+
+def check_kinds(call: Call) -> None:
+    """Check that there are kernels for the class of a call, and that its fields are of the declared kinds.
+
+    Raises:
+        UsageError: the message names the field.
+    """
+    if type(call) not in _CALLS:
+        expected = listed([kind.__name__ for kind in _CALLS])
+        raise UsageError(f"got {type(call).__name__}, expected {expected}", argument="call")
+    for name, kind, is_optional in _kinds(type(call)):  # type: ignore[arg-type]  # classes are hashable
+        value = getattr(call, name)
+        is_kind = isinstance(value, _KINDS[kind]) and (type(value) is not bool or kind == "bool")
+        if not is_kind and (value is not None or not is_optional):
+            raise UsageError(f"got {type(value).__name__}, expected {kind}", argument=name)
+
+
+@lru_cache
+def _kinds(of: type[Call]) -> tuple[tuple[str, str, bool], ...]:
+    parted = [(member.name, str(member.type).removesuffix(" | None"), member.type) for member in fields(of)]
+    return tuple((name, kind, kind != text) for name, kind, text in parted)
 
 
 def check_call(call: Call) -> None:

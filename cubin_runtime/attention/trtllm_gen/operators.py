@@ -16,11 +16,12 @@ from ...tensor import TensorView, view_of
 from ..backends import AUTO, TRTLLM_GEN, resolve_backend
 from ..fast_path.notes import Launched, note_launch
 from ..hook import Run, installed
-from ..runtime import Runtime, default_runtime
+from ..runtime import Runtime, runtime_of
 from ..torch_ops import TorchScratch, torch_bytes
 from .checks import (
     check_call,
     check_device,
+    check_kinds,
     check_scales,
 )
 from .plan_key import bounded, plan_key
@@ -46,11 +47,13 @@ def plan(call: Call, *, backend: TrtllmGenBackend = AUTO, runtime: Runtime | Non
     of it fit.
 
     Raises:
-        UsageError: an argument is invalid, or no kernel serves the call (``PlanRefused``, ``KernelMissing``).
+        UsageError: an argument or a field is invalid, or no kernel serves the call (``PlanRefused``,
+            ``KernelMissing``).
         BackendError: no backend runs the operator on the device.
         MissingError, SourceError, CorruptError: the release is not available.
     """
-    rt = runtime or default_runtime()
+    rt = runtime_of(runtime)
+    check_kinds(call)
 
     def make() -> AttentionPlan:
         rounded = bounded(call)
@@ -89,9 +92,9 @@ def run(
         WorkspaceError: workspace or counters are too small; the message names the bytes needed.
         DeviceError: a kernel cannot be loaded or launched.
     """
-    rt = runtime or default_runtime()
-    check_scales(call)
+    rt = runtime_of(runtime)
     call_plan = plan(call, backend=backend, runtime=rt)
+    check_scales(call)
     if isinstance(workspace, TorchScratch):
         workspace = torch_bytes(call_plan.workspace_bytes or 1, call.query.device, zeroed=False)
     scratch = view_of(workspace, "workspace_buffer", written=True)
@@ -125,7 +128,7 @@ def preload(*calls: Call, backend: TrtllmGenBackend = AUTO, runtime: Runtime | N
     Raises:
         as ``plan``; FrozenError after ``freeze()`` or while a stream captures.
     """
-    rt = runtime or default_runtime()
+    rt = runtime_of(runtime)
     requests: list[KernelRequest] = []
     for call in calls:
         call_plan = plan(call, backend=backend, runtime=rt)

@@ -20,7 +20,14 @@ from cubin_runtime.kernels.trtllm_gen.batch_invariance import InvarianceRefused
 from cubin_runtime.kernels.trtllm_gen.call import Call
 from cubin_runtime.kernels.trtllm_gen.params import KERNEL_PARAMS
 from cubin_runtime.testing import StandIn
-from tests.attention.trtllm_calls import MadeUpMemory, context_arguments, decode_arguments, launched, mla_arguments
+from tests.attention.trtllm_calls import (
+    MadeUpMemory,
+    context_arguments,
+    decode_arguments,
+    launched,
+    mla_arguments,
+    ragged_arguments,
+)
 from tests.attention.trtllm_operators import OPERATORS, Spy, expected_parameters, main_launch, reduced_mla
 
 FP8 = "float8_e4m3fn"
@@ -516,6 +523,38 @@ def test_a_call_as_a_value_is_for_trtllm_gen_kernels_alone(
     given = {**tensors, **lengths, "seq_lens": memory.tensor("int32", 3), "bmm1": scale, "bmm2": scale}
     call = operators.RaggedCall(**given, max_q=128, max_kv=128)  # type: ignore[arg-type]
     refused(operators.plan, {"call": call, "runtime": runtime}, standin)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"bmm1": 0.5}, "bmm1: got float, expected Scale"),
+        ({"bmm2": None}, "bmm2: got NoneType, expected Scale"),
+        ({"query": object()}, "query: got object, expected TensorView"),
+        ({"lse": 5}, "lse: got int, expected TensorView"),
+        ({"max_q": True}, "max_q: got bool, expected int"),
+        ({"max_kv": 128.0}, "max_kv: got float, expected int"),
+        ({"window_left": None}, "window_left: got NoneType, expected int"),
+        ({"pdl": None}, "pdl: got NoneType, expected bool"),
+        ({"sage": None}, "sage: got NoneType, expected Sage"),
+    ],
+)
+def test_a_field_of_another_kind_is_named(
+    runtime: Runtime, memory: MadeUpMemory, spy: Spy, changes: dict[str, Any], words: str
+) -> None:
+    flashinfer.trtllm_ragged_attention_deepseek(**ragged_arguments(memory))
+    call, workspace = spy.runs[-1][1], memory.tensor("uint8", 128 << 20)
+    for ask in (operators.plan, operators.workspace_size, lambda asked: operators.run(asked, workspace)):
+        with pytest.raises(UsageError, match=f"^{words}"):
+            ask(replace(call, **changes))
+
+
+def test_calls_and_runtimes_of_other_classes_are_refused(runtime: Runtime, memory: MadeUpMemory, spy: Spy) -> None:
+    flashinfer.trtllm_ragged_attention_deepseek(**ragged_arguments(memory))
+    with pytest.raises(UsageError, match="call: got NoneType, expected DecodeCall, ContextCall or RaggedCall"):
+        operators.plan(None)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="runtime: got int, expected a Runtime"):
+        operators.plan(spy.runs[-1][1], runtime=5)  # type: ignore[arg-type]
 
 
 def test_kernels_of_ours_that_never_ran_there_come_with_a_warning(runtime: Runtime, memory: MadeUpMemory) -> None:
