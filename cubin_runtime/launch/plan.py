@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import field
 from functools import lru_cache
 from math import prod
-from operator import gt
+from operator import gt, index
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError
 from ..values import dataclass
@@ -45,6 +45,7 @@ class LaunchAttributes:
 
     def __post_init__(self) -> None:
         if self.cluster is not None:
+            object.__setattr__(self, "cluster", _integers("cluster", self.cluster))
             _check_triple("cluster", self.cluster, (_LARGEST_CLUSTER,) * 3)
             limit = _LARGEST_CLUSTER if self.nonportable_cluster else LARGEST_PORTABLE_CLUSTER
             if prod(self.cluster) > limit:
@@ -54,7 +55,8 @@ class LaunchAttributes:
                     argument="cluster",
                     value=self.cluster,
                 )
-        if self.scheduling_policy is not None and self.scheduling_policy not in POLICIES:
+        policy = self.scheduling_policy
+        if policy is not None and not (isinstance(policy, int) and policy in POLICIES):
             raise UsageError(f"expected one of {POLICIES}", argument="scheduling_policy", value=self.scheduling_policy)
 
     def entries(self) -> tuple[tuple[int, bytes], ...]:
@@ -155,6 +157,18 @@ def launch_config(
 def _attribute_array(attributes: LaunchAttributes) -> tuple[ctypes.Array[api.LaunchAttribute], int]:
     entries = attributes.entries()
     return api.attribute_array(entries), len(entries)
+
+
+def _integers(name: str, value: Any) -> Any:
+    """``value`` as a tuple of ints.
+
+    Raises:
+        UsageError: it is no sequence of integers; the message begins with ``name``.
+    """
+    try:
+        return tuple(map(index, value))
+    except TypeError as error:
+        raise UsageError("expected three integers", argument=name, value=repr(value)) from error
 
 
 def _check_triple(name: str, value: Triple, limits: Triple) -> None:

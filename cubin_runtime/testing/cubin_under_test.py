@@ -100,8 +100,11 @@ class CubinUnderTest:
 
 
 def _triple(name: str, size: SupportsIndex | Sequence[SupportsIndex]) -> Triple:
-    numbers = tuple(map(index, size if isinstance(size, Sequence) else (size,)))
+    try:
+        numbers = tuple(map(index, size if isinstance(size, Sequence) else (size,)))
+    except TypeError as error:
+        raise UsageError("expected one to three integers", argument=name, value=repr(size)) from error
     if not 1 <= len(numbers) <= 3:
-        raise UsageError(f"{name}={size!r}: expected one to three numbers")
+        raise UsageError("expected one to three numbers", argument=name, value=repr(size))
     x, y, z = (*numbers, 1, 1)[:3]
     return x, y, z

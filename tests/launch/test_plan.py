@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from cubin_runtime.errors import UsageError
@@ -29,7 +30,12 @@ def test_pdl_is_always_stated() -> None:
         {"cluster": (3, 3, 1)},
         {"cluster": (1, 1)},
         {"cluster": (17, 1, 1), "nonportable_cluster": True},
+        {"cluster": 2},
+        {"cluster": (2.0, 1, 1)},
+        {"cluster": ("2", 1, 1)},
         {"scheduling_policy": 3},
+        {"scheduling_policy": 1.0},
+        {"scheduling_policy": [1]},
     ],
 )
 def test_attributes_outside_their_domain_are_refused(changes: dict[str, Any]) -> None:
@@ -41,6 +47,10 @@ def test_sixteen_blocks_need_the_non_portable_word() -> None:
     with pytest.raises(UsageError, match="16 blocks, expected at most 8 with nonportable_cluster=False"):
         LaunchAttributes((16, 1, 1))
     assert LaunchAttributes((16, 1, 1), nonportable_cluster=True).cluster == (16, 1, 1)
+
+
+def test_a_cluster_may_be_a_list_of_numbers_of_other_libraries() -> None:
+    assert LaunchAttributes([np.int64(2), 1, 1]) == LaunchAttributes((2, 1, 1))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
