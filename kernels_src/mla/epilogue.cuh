@@ -13,7 +13,13 @@ constexpr uint32_t ARRIVALS = (1 << 9) - 1;
 constexpr uint32_t DEPARTURE = 1 << 9;
 constexpr uint32_t DEPARTURES = (1 << 12) - 1;
 constexpr uint32_t TICKET = 1 << 21;
-constexpr int MERGE_WAIT_CYCLES = 1 << 14;  // for which a warp waits for the other partials, to take part in the merge
+// For which a warp waits for the other partials, to take part in the merge: a range of many output tiles takes so much
+// longer than one of a single tile. Lists of sparse attention are equally long.
+#if SPARSE
+constexpr int MERGE_WAIT_CYCLES = 1 << 14;
+#else
+constexpr int MERGE_WAIT_CYCLES = 1 << 16;
+#endif
 
 // How a row of unnormalised outputs with this maximum and sum becomes a row of the output.
 struct RowNormalisation {

@@ -98,20 +98,13 @@ DEVICE int max_queries(const Params& p) { return p.q_len; }
 DEVICE int query_type(const Params& p) { return p.q_type; }
 #endif
 
-// KV tiles that take as long as the start of an output tile: its queries are loaded, and its rows are stored. Few rows
-// take no longer than a tile of 16 bits, and lists of sparse attention are equally long.
 #if SPARSE
-constexpr int START_TILES = 0;
+// Lists are equally long.
+DEVICE int start_tiles(const Params&) { return 0; }
 #else
-constexpr int START_TILES = ROWS == 64 ? 4 : KV_E4M3 ? 2 : 0;
+// Tiles without keys in front of each output tile in the tile space: a range of many short ones takes no longer.
+DEVICE int start_tiles(const Params& p) { return p.start_tiles; }
 #endif
-
-// Tiles without keys in front of each output tile in the tile space, so that ranges of many short ones take no longer
-// than others. With fewer output tiles than CTA groups nearly every work tile is one of a range, and all start alike.
-DEVICE int start_tiles(const Params& p) {
-    if (START_TILES == 0 || p.splits > 0 || p.batch < divide_by_group_size(p, gridDim.x)) return 0;
-    return START_TILES;
-}
 
 // How MLA decode cuts requests; see common/stream_k.cuh. All heads share one KV head, so output tiles are row tiles.
 struct MlaTiling : stream_k::EqualSplits<MlaTiling> {
@@ -140,10 +133,12 @@ struct MlaTiling : stream_k::EqualSplits<MlaTiling> {
         return groups;
     }
 
-    // Where every output tile has a CTA group, the longest one ends last.
     DEVICE static bool keeps_whole(const Params& p, int longest, int share) {
-        if (START_TILES == 0 || p.splits > 0 || 2 * (longest - share) > p.slack_tiles) return false;
-        return p.batch * tile_groups_of(p, max_row_tiles(p)) <= cta_groups(p);
+#if SPARSE
+        return false;
+#else
+        return p.spread_tiles > 0 && longest - share <= p.spread_tiles;
+#endif
     }
 
     DEVICE static bool in_clusters(const Params&, int, int) { return false; }
@@ -183,29 +178,33 @@ DEVICE int rows_of(const Params& p, const stream_k::WorkTile& work) {
     return min(ROWS, work.request.q_len * p.heads - work.output_tile * ROWS);
 }
 
-// A work tile whose output tile begins with its keys, `start` tiles behind its place in the tile space.
-DEVICE stream_k::WorkTile behind_start(stream_k::WorkTile work, int start) {
-    work.request.kv_tiles -= start;
-    work.space_offset += start;
-    work.first = start > 0 ? max(work.first - start, 0) : work.first;
-    work.last -= start;
+#if !SPARSE
+// The same work tile of an output tile that begins with its keys. Without any, these are others'.
+DEVICE stream_k::WorkTile without_start(const Params& p, stream_k::WorkTile work) {
+    work.request.kv_tiles -= p.start_tiles;
+    work.space_offset += p.start_tiles;
+    work.first = max(work.first - p.start_tiles, 0);
+    work.last -= p.start_tiles;
     return work;
 }
+#endif
 
 // Finds the next work tile of a walk from here on, and its splits; false if there is none.
 DEVICE bool find_work_tile(const Params& p, const stream_k::WorkRange& range, RangeWalk& walk, SplitSet& splits) {
     for (; walk.left > 0; walk.advance()) {
-        const int start = start_tiles(p);
         // Computed again: producers have few registers.
-        walk.work.request.kv_tiles = start + kv_tile_count(walk.work.request.kv_len);
+        walk.work.request.kv_tiles = start_tiles(p) + kv_tile_count(walk.work.request.kv_len);
         walk.work.request.row_tiles = row_tile_count(p, walk.work.request.q_len);
         if (!walk.find_output_tile(p, range)) break;
         walk.find_kv_tiles(p, range);
-        if (rows_of(p, walk.work) <= 0 || (START_TILES > 0 && walk.work.last <= start)) continue;
-        if constexpr (START_TILES > 0)
-            splits = stream_k::splits_of<MlaTiling>(p, range, behind_start(walk.work, start));
-        else
-            splits = stream_k::splits_of<MlaTiling>(p, range, walk.work);
+        if (rows_of(p, walk.work) <= 0) continue;
+#if SPARSE
+        splits = stream_k::splits_of<MlaTiling>(p, range, walk.work);
+#else
+        const stream_k::WorkTile work = without_start(p, walk.work);
+        if (work.last <= 0) continue;
+        splits = stream_k::splits_of<MlaTiling>(p, range, work);
+#endif
         if (FOLDS && p.splits > 0 && splits.count <= FOLDED_SPLITS) {
             const int begin = range.group_offset + range.first, offset = walk.work.space_offset;
             const int last = offset + stream_k::equal_split_start(walk.work.request, splits.count - 1, splits.count);
@@ -263,9 +262,13 @@ struct WorkTileIterator {
         work.q_begin = r.q_begin;
         work.q_len = r.q_len;
         work.rows = rows_of(p, walk.work);
-        const stream_k::WorkTile with_keys = behind_start(walk.work, start_tiles(p));
-        work.first = with_keys.first;
-        work.last = with_keys.last;
+#if SPARSE
+        const stream_k::WorkTile& keys = walk.work;
+#else
+        const stream_k::WorkTile keys = without_start(p, walk.work);
+#endif
+        work.first = keys.first;
+        work.last = keys.last;
         return any;
     }
 };

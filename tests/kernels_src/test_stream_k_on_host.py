@@ -14,9 +14,6 @@ from cubin_runtime.kernels.native.mla.select import cta_groups
 from tests.kernels_src.host_kernels import HostArrays
 from tests.kernels_src.host_scheduler import DECODE_OPTIONS, MLA_OPTIONS, TILE, HostScheduler
 
-# Of MLA's 64 rows, in tiles (START_TILES of mla/scheduler.cuh).
-START = 4
-
 
 @dataclass(frozen=True)
 class Problem:
@@ -35,6 +32,8 @@ class Problem:
     cta_groups: int
     splits: int = 0
     slack_tiles: int = 0
+    spread_tiles: int = 0
+    start_tiles: int = 0
     cluster_size: int = 0
     bound: int = 20_000
 
@@ -42,20 +41,11 @@ class Problem:
     def rows(self) -> int:
         return MLA_OPTIONS["ROWS"] if self.mla else DECODE_OPTIONS["ROWS"]
 
-    @property
-    def start(self) -> int:
-        """Tiles of the tile space in front of an output tile's keys."""
-        return START if self.mla and not self.splits and len(self.kv_lens) >= self.cta_groups else 0
-
     def row_tiles(self, q_len: int) -> int:
         return -(-q_len * self.group // self.rows)
 
     def is_whole(self, longest: int, share: int) -> bool:
-        if longest <= self.slack_tiles:
-            return True
-        most = len(self.kv_lens) * -(-self.row_tiles(max(self.q_lens)) // self.cta_group_size)
-        one_each = self.mla and not self.splits and most <= self.cta_groups
-        return one_each and 2 * (longest - share) <= self.slack_tiles
+        return longest <= self.slack_tiles or longest - share <= self.spread_tiles > 0
 
     def split_count(self, tiles: int) -> int:
         long = -(-tiles // (CONSTANTS.mla_split_tiles if self.mla else CONSTANTS.decode_split_tokens // TILE))
@@ -76,7 +66,11 @@ class Problem:
             "slack_tiles": self.slack_tiles,
         }
         if self.mla:
-            return values | {"heads": self.group}
+            return values | {
+                "heads": self.group,
+                "spread_tiles": self.spread_tiles,
+                "start_tiles": self.start_tiles,
+            }
         return values | {
             "kv_heads": self.kv_heads,
             "group": self.group,
@@ -104,9 +98,9 @@ def tile_groups(problem: Problem) -> Iterator[tuple[int, int, int]]:
 def pieces(problem: Problem, offset: int, tiles: int, begins: list[int], whole: bool) -> list[tuple[int, int, int]]:
     """The CTA group, first and last KV tile of each split of an output tile at ``offset`` of the tile space."""
     if whole:
-        middle = (problem.start + tiles) // 2
+        middle = (problem.start_tiles + tiles) // 2
         return [(sum(begin <= offset + middle for begin in begins) - 1, 0, tiles)]
-    offset += problem.start
+    offset += problem.start_tiles
     if problem.splits:
         count = problem.split_count(tiles)
         cuts = [i * tiles // count for i in range(count + 1)]
@@ -128,15 +122,15 @@ def expected(problem: Problem) -> dict[tuple[int, int], list[list[int]]]:
     """The rows that walk() writes for each (CTA group, CTA of the group)."""
     found: dict[tuple[int, int], list[list[int]]] = {}
     space = list(tile_groups(problem))
-    total = sum(problem.start + tiles for _, _, tiles in space)
-    longest = problem.start + max(tiles_of(problem, kv_len) for kv_len in problem.kv_lens)
+    total = sum(problem.start_tiles + tiles for _, _, tiles in space)
+    longest = problem.start_tiles + max(tiles_of(problem, kv_len) for kv_len in problem.kv_lens)
     groups = useful_groups(problem, total, longest)
     whole = problem.is_whole(longest, total // max(groups, 1))
     begins = [c * total // groups for c in range(groups)]
     offset = 0
     for request, number, tiles in space:
         parts = pieces(problem, offset, tiles, begins, whole)
-        offset += problem.start + tiles
+        offset += problem.start_tiles + tiles
         row_tiles = problem.row_tiles(problem.q_lens[request])
         for rank in range(problem.cta_group_size):
             output_tile = number * problem.cta_group_size + rank
@@ -179,7 +173,8 @@ def random_problem(index: int) -> Problem:
     q_lens = (int(rng.integers(1, 9)), *(int(x) for x in rng.integers(0, 9, batch - 1)))
     groups, splits = int(rng.integers(1, 40)), int(rng.choice([0, 1, 4, 16]))
     if index % 2:
-        return mla(kv_lens, q_lens, int(rng.integers(1, 5)), groups, splits)
+        problem = mla(kv_lens, q_lens, int(rng.integers(1, 5)), groups, splits)
+        return problem if splits else replace(problem, start_tiles=int(rng.integers(0, 6)))
     return decode(kv_lens, q_lens, int(rng.choice([1, 2, 4])), groups, splits)
 
 
@@ -200,9 +195,12 @@ PROBLEMS = {
     "whole output tiles": whole(decode((300, 64, 0, 200, 310, 5), (1, 8, 1, 0, 2, 1), 2, 7), 5),
     "a CTA group for each half of an output tile": whole(decode((128,) * 6, (1,) * 6, 4, 12), 2),
     "whole output tiles of MLA": whole(mla((100, 200, 300) * 9, (1, 2, 1) * 9, 2, 11), 5),
-    "short and long requests of MLA": mla((100, 5_000, 64, 3_000) * 9, (1,) * 36, 2, 24),
-    "a CTA group for each output tile of MLA": whole(mla((640, 900, 700) * 6, (1,) * 18, 1, 20), 12),
-    "one output tile of MLA too long to be whole": whole(mla((640, 900, 1_300) * 6, (1,) * 18, 1, 20), 12),
+    "starts of output tiles": replace(mla((100, 5_000, 64, 3_000) * 9, (1,) * 36, 2, 24), start_tiles=4),
+    "starts of whole output tiles": replace(mla((100, 200, 0) * 9, (1, 2, 1) * 9, 2, 5), start_tiles=4, slack_tiles=12),
+    "a CTA group for each long output tile": replace(mla((640, 900, 700) * 6, (1,) * 18, 1, 20), spread_tiles=6),
+    "one output tile longer than its CTA group may have": replace(
+        mla((640, 900, 1_300) * 6, (1,) * 18, 1, 20), spread_tiles=6
+    ),
     "one key tile too many for whole output tiles": whole(decode((300, 321), (1, 1), 1, 3), 5),
 }
 

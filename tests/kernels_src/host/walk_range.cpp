@@ -159,7 +159,7 @@ extern "C" void row_bounds(const void* parameters, int request, int* to) {
     using namespace paged_mla_decode;
     const Params& p = *static_cast<const Params*>(parameters);
     const stream_k::Request r = MlaTiling::load_request(p, request);
-    *to++ = r.first_tile, *to++ = r.kv_tiles - start_tiles(p), *to++ = 0;
+    *to++ = r.first_tile, *to++ = r.kv_tiles, *to++ = 0;
     WorkTile work;
     work.request = request, work.row_tile = 0, work.kv_len = r.kv_len, work.q_begin = r.q_begin, work.q_len = r.q_len;
     for (int token = 0; token < r.q_len; ++token) *to++ = visible_drafts(p, work, token * p.heads), *to++ = 0;

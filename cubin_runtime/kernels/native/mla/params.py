@@ -43,6 +43,10 @@ _OTHERS = (
     Field("cta_group_size", "int32", "neighbouring CTAs that process as many row tiles of a request in step"),
     Field("splits", "int32", "0: stream-K; else the most splits of an output tile, by its own KV tiles"),
     SLACK_TILES_FIELD,
+    Field(
+        "spread_tiles", "int32", "likewise, of the longest output tile, where each has CTAs of its own; 0: some do not"
+    ),
+    Field("start_tiles", "int32", "KV tiles that take as long as the start of an output tile; 0: no matter"),
     Field("page_size_log2", "int32", "log2 of the tokens in a page"),
     Field("num_pages", "int32", "pages in the pool"),
     Field("max_seq_len", "int32", "bound on every length"),

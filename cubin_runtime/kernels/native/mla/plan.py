@@ -105,6 +105,8 @@ def _sized_values(selection: MlaSelection, problem: MlaProblem) -> dict[str, obj
         "cta_group_size": selection.cta_group_size,
         "splits": selection.splits,
         "slack_tiles": selection.slack_tiles,
+        "spread_tiles": selection.spread_tiles,
+        "start_tiles": selection.start_tiles,
     }
 
 

@@ -32,9 +32,12 @@ _LONG_TILES, _LONG_SPLITS = 1024, 64
 # Kernels with row tiles below WIDE_ROWS take requests of at most this many rows, by the dtype of the cache.
 WIDE_ROWS = 64
 _FEW_ROWS = {"bf16": 16, "e4m3": 32}
-# No output tile of so many KV tiles is split if then all have some; where output tiles are few, of FEW_SLACK_TILES; of
-# _WIDE_SLACK_TILES, with those that stand for its start, where there are as many of WIDE_ROWS as CTA groups.
-SLACK_TILES, FEW_SLACK_TILES, _WIDE_SLACK_TILES = 16, 4, 24
+# No output tile of so many KV tiles is split if then all have some; where output tiles are few, of FEW_SLACK_TILES.
+SLACK_TILES = 16
+FEW_SLACK_TILES = 4
+# KV tiles that take as long as to load the queries of an output tile and to store its rows, of WIDE_ROWS and of fewer.
+# They matter where there are as many requests as CTA groups; with fewer, all groups start alike.
+_WIDE_START_TILES, _FEW_ROWS_START_TILES = 4, 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +93,15 @@ class MlaSelection(Selection):
     """The kernel chosen and how it is launched.
 
     ``cta_group_size`` are the row tiles of a request that neighbouring CTAs compute side by side. ``splits`` are
-    the most of an output tile under ``batch_invariant``; 0: they follow from the grid.
+    the most of an output tile under ``batch_invariant``; 0: they follow from the grid. No output tile of at most
+    ``slack_tiles`` is split, and none if the longest exceeds an equal share by at most ``spread_tiles``, counted in KV
+    tiles with ``start_tiles`` for the start of each output tile.
     """
 
     cta_group_size: int
     slack_tiles: int = 0
+    spread_tiles: int = 0
+    start_tiles: int = 0
 
     def facts(self, shape: MlaShape) -> Facts:
         """CTA groups, the rows of a request and how its keys are split."""
@@ -132,9 +139,6 @@ def select_mla_decode(kernels: Iterable[NativeKernel], shape: MlaShape, device: 
         least = _LONG_SPLITS if kv_tiles >= _LONG_TILES else 0
         most_groups = min(most_groups, max(least, output_tiles * _MOST_FEW_ROWS_SPLITS))
     groups = cta_groups(most_groups, output_tiles, kv_tiles)
-    slack = SLACK_TILES if 2 * output_tiles >= groups else FEW_SLACK_TILES
-    if output_tiles >= groups and _trait(best, "rows") >= WIDE_ROWS:
-        slack = _WIDE_SLACK_TILES
 
     def explain() -> tuple[str, tuple[MlaCandidate, ...]]:
         status = "" if best.status == MEASURED else f", {best.status}"
@@ -151,9 +155,19 @@ def select_mla_decode(kernels: Iterable[NativeKernel], shape: MlaShape, device: 
         cta_group_size=group_size,
         row_tiles=row_tiles,
         splits=splits,
-        slack_tiles=0 if shape.batch_invariant else slack,
+        **({} if shape.batch_invariant else _by_length(shape.batch, output_tiles, groups, _trait(best, "rows"))),
         explain=explain,
     )
+
+
+def _by_length(batch: int, output_tiles: int, groups: int, rows: int) -> dict[str, int]:
+    """The fields of a selection by which the lengths divide the tile space."""
+    start = 0
+    if batch >= groups:
+        start = _WIDE_START_TILES if rows >= WIDE_ROWS else _FEW_ROWS_START_TILES
+    slack = 2 * start + (SLACK_TILES if 2 * output_tiles >= groups else FEW_SLACK_TILES)
+    spread = slack // 2 if output_tiles <= groups else 0
+    return {"slack_tiles": slack, "spread_tiles": spread, "start_tiles": start}
 
 
 def invariant_splits(tiles: int, split_tiles: int = CONSTANTS.mla_split_tiles) -> int:

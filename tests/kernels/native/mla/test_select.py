@@ -125,6 +125,23 @@ def test_batch_invariant_splits_are_bounded_by_the_longest_request(max_seq_len: 
     assert select_mla_decode(KERNELS, shape, H100).splits == splits
 
 
+@pytest.mark.parametrize(
+    ("heads", "batch", "slack", "spread", "start"),
+    [(128, 64, 24, 12, 4), (128, 100, 24, 0, 4), (128, 48, 16, 8, 0), (128, 20, 4, 2, 0), (16, 132, 20, 10, 2)],
+)
+def test_with_a_request_for_each_group_its_start_counts(
+    heads: int, batch: int, slack: int, spread: int, start: int
+) -> None:
+    chosen = select_mla_decode(KERNELS, replace(SHAPE, heads=heads, batch=batch), H100)
+    assert (chosen.slack_tiles, chosen.spread_tiles, chosen.start_tiles) == (slack, spread, start)
+
+
+@pytest.mark.parametrize("batch", [1, 48, 200])
+def test_under_batch_invariance_the_start_of_a_request_counts_nothing(batch: int) -> None:
+    chosen = select_mla_decode(KERNELS, replace(SHAPE, batch=batch, batch_invariant=True), H100)
+    assert (chosen.slack_tiles, chosen.spread_tiles, chosen.start_tiles) == (0, 0, 0)
+
+
 def test_without_batch_invariant_the_grid_cuts_the_pairs() -> None:
     assert select_mla_decode(KERNELS, SHAPE, H100).splits == 0
 
