@@ -157,6 +157,16 @@ def test_single_requests_far_below_their_bound_gain_more_than_longer_ones_lose()
     assert sum(ratio < 0.9 for ratio in ratios) > 2 * sum(ratio > 1.1 for ratio in ratios)
 
 
+def test_mla_requests_of_mixed_lengths_gain_and_others_lose_little() -> None:
+    """Of lengths that no constant was fitted to."""
+    rows = read("launch_turns_mla_h200.json")["rows"]
+    ratios = {(row["name"], b): row["after"][b] / us for row in rows for b, us in row["before"].items()}
+    assert max(ratios.values()) < 1.07
+    unequal = [ratio for (name, _), ratio in ratios.items() if " equal " not in name]
+    assert sum(unequal) / len(unequal) < 0.9
+    assert sum(ratio < 0.9 for ratio in unequal) > 5 * sum(ratio > 1.03 for ratio in unequal)
+
+
 def test_most_predictions_of_single_requests_held_back_are_within_fifteen_percent() -> None:
     kept, held_back = halves(samples_of(expanded(read("launch_alone_h200.json")), KERNELS, H200))
     assert len(kept) > 2500

@@ -20,6 +20,7 @@ _NUMBER = r"(?<![\d.,])\d(?:[\d,.]*\d)?"
 _UNITS = r"us|ms|s|[TGM]B/s|TFLOP/s|%|times|x|tests|launches|pairs"
 _FIGURE = re.compile(rf"(?:{_NUMBER} to )?{_NUMBER} ?(?:{_UNITS})(?![\w/])")
 _LOOSE = "131072"
+_MLA_TURNS = "launch_turns_mla_h200"
 _GENERATED = re.compile(r"<!-- ([\w]+): begin -->.*?<!-- \1: end -->", re.DOTALL)
 Row = Mapping[str, Any]
 
@@ -118,6 +119,14 @@ def _loosely(when: str) -> Callable[[list[Row]], tuple[object, ...]]:
 
 def _mean_under_a_loose_bound(rows: list[Row]) -> tuple[object, ...]:
     return (fmean(row["after"][_LOOSE] / row["before"][_LOOSE] for row in rows if _LOOSE in row["before"]),)
+
+
+def _mean_change(rows: list[Row]) -> tuple[object, ...]:
+    return (fmean(row["after"][bound] / us for row in rows for bound, us in row["before"].items()),)
+
+
+def _lengths_of(distribution: str) -> Callable[[Row], bool]:
+    return lambda row: row["name"].startswith(f"MLA 128 bf16 {distribution}")
 
 
 def _keys(row: Row) -> int:
@@ -225,6 +234,10 @@ STATED: Mapping[str, tuple[Stated, ...]] = {
         ),
     ),
     "docs/results/mla.md": (
+        Stated("take {:.2f} times as long in the mean where", _MLA_TURNS, _mean_change, _lengths_of("exponential")),
+        Stated("{:.2f} times where uniformly", _MLA_TURNS, _mean_change, _lengths_of("uniform")),
+        Stated("{:.2f} times where all are equal", _MLA_TURNS, _mean_change, _lengths_of("equal")),
+        Stated("The row that loses most takes {:.2f} times as long", _MLA_TURNS, _most_lost),
         Stated(
             "tensor pipe runs at {:.0f} to {:.0f}% of its peak",
             "profile",
