@@ -81,6 +81,15 @@ def test_the_best_of_the_rounds_and_the_ratios_of_a_job(tmp_path: Path) -> None:
     assert text.endswith("| Llama 3 8B, 32 layers | 1 x 8 + 2 | 1.50 | 1.80 (Triton) | 1.20 | - |")
 
 
+def test_decodes_have_no_ratio_where_one_new_token_took_longer(tmp_path: Path) -> None:
+    rounds = {
+        "CUSTOM": [{"whole": 2.0, "cached": 1.0, "first": 1.5}, {"whole": 2.1, "cached": 1.1, "first": 1.2}],
+        "FLASH_ATTN": [{"whole": 3.0, "cached": 1.2, "first": 0.2}, {"whole": 3.1, "cached": 1.3, "first": 0.3}],
+    }
+    text = page(tmp_path, "vllm_figures", {"model": "llama-shape", "job": "1 x 8 + 2", "rounds": rounds})
+    assert text.endswith("| Llama 3 8B, 32 layers | 1 x 8 + 2 | 2.00 | 3.00 (FlashAttention-3) | 1.50 | - |")
+
+
 def test_new_tokens_a_second_over_caches_of_two_dtypes(tmp_path: Path) -> None:
     rounds = {
         label: [{"whole": 2.0 * seconds, "cached": 1.5 * seconds, "first": 0.5 * seconds}]
