@@ -248,12 +248,13 @@ def _cache_dtypes(engine: str, rows: Sequence[Row]) -> str:
     labels = list(dict.fromkeys(label for row in jobs for label in row["rounds"]))
     for row in jobs:
         requests, new = (int(row["job"].split(" ")[number]) for number in (0, -1))
+        tokens = {"whole": requests * new, "decode": requests * (new - 1)}
         best = {label: best_of(rounds) for label, rounds in row["rounds"].items()}
         rates = {
-            label: (requests * new / times["whole"], requests * (new - 1) / times["decode"])
+            label: " / ".join(f"{tokens[kind] / times[kind]:,.0f}" if kind in times else "-" for kind in tokens)
             for label, times in best.items()
         }
-        shown = ["{:,.0f} / {:,.0f}".format(*rates[label]) if label in rates else "-" for label in labels]
+        shown = [rates.get(label, "-") for label in labels]
         lines.append((_model(row), row["job"], *shown))
     return _table(("model", "requests x prompt + new tokens", *map(_name, labels)), lines)
 
