@@ -207,9 +207,12 @@ def _check_of_torch(torch: Any, tensor: Any, name: str) -> None:
         )
 
 
-@lru_cache(maxsize=64)
-def _torch_dtype(dtype: Any) -> str:
+def dtype_word(dtype: Any) -> str:
+    """The word of a torch dtype, as in ``dtypes``; of anything else, its own."""
     return str(dtype).removeprefix("torch.")
+
+
+_torch_dtype = lru_cache(maxsize=64)(dtype_word)
 
 
 def _from_array_interface(tensor: Any, name: str, *, written: bool) -> TensorView:

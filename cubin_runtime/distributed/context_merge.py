@@ -9,6 +9,7 @@ from ..attention import merge_states
 from ..attention.checks import check_lse_base, integer, listed
 from ..attention.operators.merge_states import DTYPES_OF_V
 from ..errors import UsageError
+from ..tensor import dtype_word
 from ..values import dataclass
 from .collectives import all_gather, all_to_all, reduce_scatter, world_and_rank
 
@@ -82,8 +83,8 @@ class ContextParallelMerge:
             raise UsageError(f"expected {' or '.join(map(repr, EXCHANGES))}", argument="exchange", value=repr(exchange))
         check_lse_base(lse_base)
         for name, kind in (("dtype", dtype), ("reduce_dtype", reduce_dtype)):
-            if _word(kind) not in DTYPES_OF_V and (kind is not None or name == "dtype"):
-                raise UsageError(f"expected {listed(DTYPES_OF_V)}", argument=name, value=_word(kind))
+            if dtype_word(kind) not in DTYPES_OF_V and (kind is not None or name == "dtype"):
+                raise UsageError(f"expected {listed(DTYPES_OF_V)}", argument=name, value=dtype_word(kind))
         self.tokens, self.heads, self.head_dim = tokens, heads, head_dim
         self.own_heads = heads // self._world
         self._group, self._lse_base, self._merge_states = group, lse_base, merge
@@ -173,12 +174,8 @@ class ContextParallelMerge:
         # Between two exchanges the merge would refuse it, while the other ranks wait for this one.
         if tensor is not None and tuple(tensor.shape) != shape:
             raise UsageError(f"shape {tuple(tensor.shape)}, expected {shape}", argument=name)
-        if tensor is not None and _word(tensor.dtype) not in dtypes:
-            raise UsageError(f"dtype {_word(tensor.dtype)}, expected {listed(dtypes)}", argument=name)
-
-
-def _word(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")
+        if tensor is not None and dtype_word(tensor.dtype) not in dtypes:
+            raise UsageError(f"dtype {dtype_word(tensor.dtype)}, expected {listed(dtypes)}", argument=name)
 
 
 class _Packed:

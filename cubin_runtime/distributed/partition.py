@@ -7,6 +7,7 @@ from typing import Any
 from ..attention.checks import integer
 from ..attention.paged_cache import MOST_KEYS
 from ..errors import UsageError
+from ..tensor import dtype_word
 from ..values import dataclass
 
 _MOST_IN_ROUND = 2**31 - 1  # keys, with which lengths and positions of 32 bits are divided
@@ -113,6 +114,6 @@ class KvPartition:
 
 def _check_dtype(name: str, tensor: Any) -> None:
     """Check that the numbers of keys and of a round fit the elements; torch has no arithmetic on uint32."""
-    dtype = str(tensor.dtype).removeprefix("torch.")
+    dtype = dtype_word(tensor.dtype)
     if dtype not in ("int32", "int64"):
         raise UsageError(f"dtype {dtype}, expected int32 or int64", argument=name)
