@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from ..errors import UsageError
-from ..kernels.native.mla.select import COLUMNS, MAX_HEADS, PAGE_SIZES
+from ..kernels.native.mla.select import COLUMNS, MAX_HEADS
 from ..tensor import TensorView
 from .checks import check_dtype, check_shape, listed
 from .operator import TensorArg
+from .paged_cache import PAGE_SIZES
 
 # Columns of a row of the cache -> the latent ones of them.
 LATENTS = {latent + rope: latent for latent, rope in COLUMNS}

@@ -7,7 +7,8 @@
 // tile. An output tile that lies in several ranges is split: each CTA writes a partial, and the partials are merged. If
 // no output tile has more than `slack_tiles` KV tiles, none is split: each range begins and ends at the boundary of
 // output tiles that is nearest, and is longer than an equal share by no more than that. A family may do so for longer
-// ones, too.
+// ones, too; or it cuts output tiles into pieces of equally many KV tiles, one for each CTA group. Then an output tile
+// has tiles without keys in front, which make its tiles a multiple of a piece.
 //
 // With `splits` > 0 (batch invariance) output tiles are cut by the request's own length alone, and a CTA group computes
 // the splits that begin in its range: each is a work tile, or all those of an output tile together.
@@ -21,6 +22,9 @@
 //                                                where the longest output tile has that many KV tiles, and all `total`
 //     bool keeps_whole(p, longest, share)        whether none is split although the longest output tile has that many
 //                                                KV tiles, and an equal share of the tile space this many
+//     bool CUTS_PIECES                           whether it ever cuts pieces
+//     int longest_piece(p, longest, total, groups)   KV tiles of a piece that take no longer than an equal share of as
+//                                                many CTA groups, likewise; 0: none are cut
 //     bool in_clusters(p, longest, share)        whether each output tile has a cluster instead
 //     int split_count(p, request)                splits of its output tiles, where `splits` > 0
 //     int split_start(p, request, split)         the KV tile where a split begins; for the count, the end of all
@@ -119,6 +123,13 @@ DEVICE Request request_of_lane(const Request& own, int lane) {
             value_of(own.first_tile), value_of(own.kv_tiles), value_of(own.row_tiles)};
 }
 
+// Pieces of an output tile, at most 2^10 of at most MAX_PIECE KV tiles. The quotient is off by two units in the last
+// place at most, so its distance to an integer tells. An integer division would be much code that is run once.
+constexpr int MAX_PIECE = 512;
+DEVICE int piece_count(int tiles, int piece) {
+    return static_cast<int>(__fdividef(tiles + piece - .5f, static_cast<float>(piece)));
+}
+
 // A warp finds its CTA's work range from the lengths: each lane sums up an equal number of requests, then the search
 // continues among the requests of one lane.
 template <class Tiling, class Params>
@@ -131,6 +142,8 @@ DEVICE WorkRange find_work_range(const Params& p) {
     int first = 0, count = p.batch;  // requests that are searched
     int longest = 0;  // KV tiles of the longest of a lane's requests
     int begin = 0, before = 0;  // KV tiles before the range, and before those requests
+    int groups = 0, space = 0;  // of the tile space without pieces: CTA groups, KV tiles
+    int piece = 0, longest_piece = 0;  // KV tiles; 0: none are cut
 #pragma unroll 1
     for (;;) {
         const int each = (count + 31) / 32;
@@ -140,6 +153,7 @@ DEVICE WorkRange find_work_range(const Params& p) {
 #pragma unroll 1  // not unrolled: the first request's lengths bring the others' with them
         for (int i = lane * each; i < min((lane + 1) * each, count); ++i) {
             last = Tiling::load_request(p, first + i);
+            if (Tiling::CUTS_PIECES && piece > 0) last.kv_tiles = piece_count(last.kv_tiles, piece) * piece;
             own += last.kv_tiles * Tiling::tile_groups(p, last);
             longest = max(longest, last.kv_tiles);
         }
@@ -152,15 +166,36 @@ DEVICE WorkRange find_work_range(const Params& p) {
         if (range.cta_groups == 0) {
             const int total = __shfl_sync(~0u, through, 31);
             range.total = total;
-            range.cta_groups = max(1, min(Tiling::cta_groups(p), total));
             range.kv_tiles = 0;
-            longest = static_cast<int>(__reduce_max_sync(~0u, static_cast<uint32_t>(longest)));
-            range.cta_groups = Tiling::useful_groups(p, longest, total, range.cta_groups);
-            const int share = total / range.cta_groups;
-            range.whole = longest <= p.slack_tiles || Tiling::keeps_whole(p, longest, share);
-            if (Tiling::in_clusters(p, longest, share)) {
-                range.cta_groups = 0;
-                return range;
+            if (piece == 0) {
+                range.cta_groups = max(1, min(Tiling::cta_groups(p), total));
+                longest = static_cast<int>(__reduce_max_sync(~0u, static_cast<uint32_t>(longest)));
+                range.cta_groups = Tiling::useful_groups(p, longest, total, range.cta_groups);
+                const int share = total / range.cta_groups;
+                range.whole = longest <= p.slack_tiles || Tiling::keeps_whole(p, longest, share);
+                if (Tiling::in_clusters(p, longest, share)) {
+                    range.cta_groups = 0;
+                    return range;
+                }
+                if (Tiling::CUTS_PIECES && !range.whole && space < total) {
+                    space = total;
+                    groups = range.cta_groups;
+                    longest_piece = Tiling::longest_piece(p, longest, total, groups);
+                    piece = share + (share * groups < total);
+                    if (piece <= longest_piece) {
+                        range.cta_groups = 0;
+                        continue;
+                    }
+                    piece = 0;
+                }
+            } else if (total > groups * piece) {
+                // As long as the tiles without keys would be in pieces of this length.
+                const int excess = total - groups * piece;
+                piece += static_cast<int>(__fdividef(static_cast<float>(excess) * piece, max(space - excess, 1))) + 1;
+                if (piece > longest_piece) piece = longest = 0;
+                continue;
+            } else {
+                range.cta_groups = piece_count(total, piece);
             }
             if (range.cta_group >= min(range.cta_groups, total)) return range;
             const int quotient = total / range.cta_groups, remainder = total - quotient * range.cta_groups;

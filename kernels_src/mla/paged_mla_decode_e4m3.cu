@@ -46,22 +46,21 @@ DEVICE void load_tiles(const Params& p, const WorkRange& range, SharedStorage& s
         const int last = work.first + work.key_tiles();
 #pragma unroll 1
         for (int tile = work.first; tile < last; ++tile) {
-            const TilePages at(p, work, pages, chunk_log2, tile);
+            const TileChunks chunks(p, work, pages, chunk_log2, tile);
             wait_barrier(shared.empty[tiles.index], tiles.phase ^ 1);
-            if (elect_one()) {
+            chunks.for_each(p, pages, [&](const Chunk& chunk) {
                 const uint32_t full = shared_address(&shared.full[tiles.index]);
-                mbarrier_arrive_expect_bytes(full, TILE_BOXES * at.chunks << (chunk_log2 + ROW_BYTES_LOG2));
+                if (chunk.offset == 0) mbarrier_arrive_expect_bytes(full, TILE_BOXES * chunks.box_bytes());
 #pragma unroll 1
                 for (int box = 0; box < BOXES; ++box)
-                    tma_load_box(&p.kv_map, at, chunk_log2, box, shared_address(shared.kv[tiles.index][box]), full,
-                                 policy);
+                    chunk.load_box(&p.kv_map, box, shared_address(shared.kv[tiles.index][box]), full, policy);
 #if SEPARATE_VALUES
 #pragma unroll 1
                 for (int box = 0; box < VALUE_BOXES; ++box)
-                    tma_load_box(&p.v_map, at, chunk_log2, box,
-                                 shared_address(shared.kv[tiles.index][FIRST_VALUE_BOX + box]), full, policy);
+                    chunk.load_box(&p.v_map, box, shared_address(shared.kv[tiles.index][FIRST_VALUE_BOX + box]), full,
+                                   policy);
 #endif
-            }
+            });
             __syncwarp();
             tiles.advance();
         }

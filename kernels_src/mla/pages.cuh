@@ -8,33 +8,43 @@ namespace paged_mla_decode {
 using paged_kv::chunk_tokens_log2;
 using paged_kv::PageWindow;
 
-// Where a KV tile lies in the pages.
-struct TilePages {
-    int chunks;  // that hold keys of it
-    int row;  // the first key's token in its page
-    int page[TILE_TOKENS / MLA_MIN_PAGE_TOKENS];
+// A part of a KV tile that lies in one page.
+struct Chunk {
+    int offset;  // bytes from the beginning of a box in shared memory
+    int row, page;  // of its first key
 
-    DEVICE TilePages(const Params& p, const WorkTile& work, PageWindow& pages, int chunk_log2, int tile) {
-        const int token = tile * TILE_TOKENS;
-        pages.move_to(p, paged_kv::page_ids(p, work.request), 0, work.kv_len, token);
-        chunks = paged_kv::chunk_count(work.kv_len, token, chunk_log2);
-        row = token & ((1 << p.page_size_log2) - 1);
-#pragma unroll
-        for (int i = 0; i < TILE_TOKENS / MLA_MIN_PAGE_TOKENS; ++i)
-            page[i] = i < chunks ? pages.page_of((token + (i << chunk_log2)) >> p.page_size_log2) : 0;
+    // Loads its columns of a box of the cache that `map` describes; `full` counts the bytes.
+    DEVICE void load_box(const void* map, int box, uint32_t target, uint32_t full, uint64_t policy) const {
+        tma_load_3d(target + offset, map, full, box * BOX_COLUMNS, row, page, policy);
     }
 };
 
-// Loads the tile's columns of a box of the cache that `map` describes; `full` counts the bytes.
-DEVICE void tma_load_box(const void* map, const TilePages& at, int chunk_log2, int box, uint32_t target, uint32_t full,
-                         uint64_t policy) {
-#pragma unroll
-    for (int i = 0; i < TILE_TOKENS / MLA_MIN_PAGE_TOKENS; ++i) {
-        if (i >= at.chunks) break;
-        tma_load_3d(target + (i << (chunk_log2 + ROW_BYTES_LOG2)), map, full, box * BOX_COLUMNS, at.row, at.page[i],
-                    policy);
+// The chunks of a KV tile that hold keys.
+struct TileChunks {
+    int token, page;  // of the first
+    int count, log2;
+
+    DEVICE TileChunks(const Params& p, const WorkTile& work, PageWindow& pages, int chunk_log2, int tile)
+        : token(tile * TILE_TOKENS), log2(chunk_log2) {
+        pages.move_to(p, paged_kv::page_ids(p, work.request), 0, work.kv_len, token);
+        page = pages.page_of(token >> p.page_size_log2);
+        count = paged_kv::chunk_count(work.kv_len, token, chunk_log2);
     }
-}
+
+    DEVICE uint32_t box_bytes() const { return count << (log2 + ROW_BYTES_LOG2); }
+
+    // Calls `load` in one thread of the warp for each chunk.
+    template <class Load>
+    DEVICE void for_each(const Params& p, const PageWindow& pages, const Load& load) const {
+        Chunk chunk{0, token & ((1 << p.page_size_log2) - 1), page};
+#pragma unroll 1
+        for (int i = 0;;) {
+            if (elect_one()) load(chunk);
+            if (++i == count) break;
+            chunk = {i << (log2 + ROW_BYTES_LOG2), 0, pages.page_of((token + (i << log2)) >> p.page_size_log2)};
+        }
+    }
+};
 
 // GROUP_L2_POLICY: of keys that several CTAs read.
 DEVICE uint64_t kv_l2_policy(const Params& p) {

@@ -98,20 +98,15 @@ DEVICE int max_queries(const Params& p) { return p.q_len; }
 DEVICE int query_type(const Params& p) { return p.q_type; }
 #endif
 
-#if SPARSE
-// Lists are equally long.
-DEVICE int start_tiles(const Params&) { return 0; }
-#else
-// Tiles without keys in front of each output tile in the tile space: a range of many short ones takes no longer.
-DEVICE int start_tiles(const Params& p) { return p.start_tiles; }
-#endif
-
 // How MLA decode cuts requests; see common/stream_k.cuh. All heads share one KV head, so output tiles are row tiles.
 struct MlaTiling : stream_k::EqualSplits<MlaTiling> {
     DEVICE static Request load_request(const Params& p, int index) {
         Request r = load_lengths(p, index);
         r.first_tile = 0;
-        r.kv_tiles = start_tiles(p) + kv_tile_count(r.kv_len);
+        r.kv_tiles = kv_tile_count(r.kv_len);
+#if !SPARSE
+        r.kv_tiles += p.start_tiles;  // without keys, in front: a range of many short output tiles takes no longer
+#endif
         r.row_tiles = row_tile_count(p, r.q_len);
         return r;
     }
@@ -140,6 +135,27 @@ struct MlaTiling : stream_k::EqualSplits<MlaTiling> {
         return p.spread_tiles > 0 && longest - share <= p.spread_tiles;
 #endif
     }
+
+#if SPARSE
+    static constexpr bool CUTS_PIECES = false;
+    DEVICE static int longest_piece(const Params&, int, int, int) { return 0; }
+#else
+    static constexpr bool CUTS_PIECES = true;
+    // Where several requests have CTA groups each, and the ranges of others parts of several output tiles.
+    DEVICE static int longest_piece(const Params& p, int longest, int total, int groups) {
+        constexpr int MIN_SHARE = 3, MANY_REQUESTS = 8, SPREAD = 8;
+        const int share = total / groups;
+        if (p.spread_tiles == 0 || p.batch == 1 || share >= stream_k::MAX_PIECE) return 0;
+        if (share < MIN_SHARE && p.batch < MANY_REQUESTS) return 0;  // to find pieces takes longer than they gain
+        const int output_tiles = p.batch * tile_groups_of(p, row_tile_count(p, p.q_len));
+        // If all are about as long, a range has parts of two output tiles at most.
+        if (longest * output_tiles <= total + total / 8)
+            return output_tiles * stream_k::piece_count(longest, share + 1) <= groups ? share + 1 : 0;
+        // Half a piece of each request is without keys.
+        const int piece = min(share + SPREAD, stream_k::MAX_PIECE);
+        return total <= piece * (groups - p.batch / 2) ? piece : 0;
+    }
+#endif
 
     DEVICE static bool in_clusters(const Params&, int, int) { return false; }
 
@@ -180,20 +196,33 @@ DEVICE int rows_of(const Params& p, const stream_k::WorkTile& work) {
 
 #if !SPARSE
 // The same work tile of an output tile that begins with its keys. Without any, these are others'.
-DEVICE stream_k::WorkTile without_start(const Params& p, stream_k::WorkTile work) {
-    work.request.kv_tiles -= p.start_tiles;
-    work.space_offset += p.start_tiles;
-    work.first = max(work.first - p.start_tiles, 0);
-    work.last -= p.start_tiles;
+DEVICE stream_k::WorkTile without_start(stream_k::WorkTile work, int start) {
+    work.request.kv_tiles -= start;
+    work.space_offset += start;
+    work.first = max(work.first - start, 0);
+    work.last -= start;
     return work;
 }
 #endif
 
+// With the first work tile.
+struct WorkRange : stream_k::WorkRange {
+    RangeWalk walk;  // at the first work tile
+    SplitSet splits;
+#if !SPARSE
+    int start;  // tiles without keys in front of each of its output tiles
+#endif
+    bool any;  // whether there is a first work tile
+};
+
 // Finds the next work tile of a walk from here on, and its splits; false if there is none.
-DEVICE bool find_work_tile(const Params& p, const stream_k::WorkRange& range, RangeWalk& walk, SplitSet& splits) {
+DEVICE bool find_work_tile(const Params& p, const WorkRange& range, RangeWalk& walk, SplitSet& splits) {
     for (; walk.left > 0; walk.advance()) {
         // Computed again: producers have few registers.
-        walk.work.request.kv_tiles = start_tiles(p) + kv_tile_count(walk.work.request.kv_len);
+        walk.work.request.kv_tiles = kv_tile_count(walk.work.request.kv_len);
+#if !SPARSE
+        walk.work.request.kv_tiles += range.start;
+#endif
         walk.work.request.row_tiles = row_tile_count(p, walk.work.request.q_len);
         if (!walk.find_output_tile(p, range)) break;
         walk.find_kv_tiles(p, range);
@@ -201,7 +230,7 @@ DEVICE bool find_work_tile(const Params& p, const stream_k::WorkRange& range, Ra
 #if SPARSE
         splits = stream_k::splits_of<MlaTiling>(p, range, walk.work);
 #else
-        const stream_k::WorkTile work = without_start(p, walk.work);
+        const stream_k::WorkTile work = without_start(walk.work, range.start);
         if (work.last <= 0) continue;
         splits = stream_k::splits_of<MlaTiling>(p, range, work);
 #endif
@@ -215,19 +244,15 @@ DEVICE bool find_work_tile(const Params& p, const stream_k::WorkRange& range, Ra
     return false;
 }
 
-// With the first work tile.
-struct WorkRange : stream_k::WorkRange {
-    RangeWalk walk;  // at the first work tile
-    SplitSet splits;
-    bool any;  // whether there is a first work tile
-};
-
 // One warp finds the range and the first work tile for all: the code runs once, and is fetched from DRAM.
 DEVICE void find_work_range(const Params& p, WorkRange& to) {
     WorkRange range;
     static_cast<stream_k::WorkRange&>(range) = stream_k::find_work_range<MlaTiling>(p);
     range.any = false;
     if (range.kv_tiles > 0) {
+#if !SPARSE
+        range.start = range.request.kv_tiles - kv_tile_count(range.request.kv_len);
+#endif
         range.walk = RangeWalk(range);
         range.any = range.walk.begin(p, range) && find_work_tile(p, range, range.walk, range.splits);
     }
@@ -265,7 +290,7 @@ struct WorkTileIterator {
 #if SPARSE
         const stream_k::WorkTile& keys = walk.work;
 #else
-        const stream_k::WorkTile keys = without_start(p, walk.work);
+        const stream_k::WorkTile keys = without_start(walk.work, range.start);
 #endif
         work.first = keys.first;
         work.last = keys.last;

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from cubin_runtime.attention.backends import NATIVE, TABLE
 from cubin_runtime.attention.checks import listed
-from cubin_runtime.kernels.native.mla.select import COLUMNS, MAX_HEADS, MAX_QUERIES, PAGE_SIZES
+from cubin_runtime.attention.paged_cache import PAGE_SIZES
+from cubin_runtime.kernels.native.mla.select import COLUMNS, MAX_HEADS, MAX_QUERIES
 from kernels_src.variants import VARIANTS
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -42,7 +43,7 @@ def test_it_says_what_the_portable_kernels_are() -> None:
 
 def test_it_names_the_bounds_of_a_call() -> None:
     assert f"{WIDTHS} columns" in TEXT
-    assert f"pages of {PAGE_SIZES[0]}, {PAGE_SIZES[1]} or {PAGE_SIZES[2]} tokens" in TEXT
+    assert f"pages of {PAGE_SIZES[0]} to {PAGE_SIZES[-1]} tokens" in TEXT
     assert f"1 to {MAX_HEADS} heads" in TEXT
     assert f"up to {MAX_QUERIES} per request" in TEXT
 

@@ -16,7 +16,7 @@ from tests.gpu.mla_cases import MlaCase
 HEADS = (1, 5, 8, 16, 32, 64, 128)
 # Heads and query tokens of requests of few rows, which have kernels of their own.
 FEW_ROWS = ((1, 1), (8, 1), (16, 1), (5, 3), (2, 8), (1, 16), (16, 2))
-PAGE_SIZES = (32, 64, 128)
+PAGE_SIZES = (16, 32, 64, 128, 256, 512, 1024)
 OUT_DTYPES = ("bf16", "fp16", "e4m3")
 SPANS = (1, 17, 64, 130, 300, 600, 3500)
 SPAN_ODDS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.2, 0.05)

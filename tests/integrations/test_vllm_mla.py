@@ -66,10 +66,10 @@ def test_what_is_supported(monkeypatch: pytest.MonkeyPatch, cache: str, changed:
     head_size = changed.get("kv_lora_rank", LATENT) + 64
     assert reasons(backend, kv_cache_dtype=cache, head_size=head_size, use_batch_invariant=True) == []
     assert backend.get_builder_cls().get_cudagraph_support(None, None) is AttentionCGSupport.UNIFORM_BATCH
-    assert [size for size in (16, 32, 64, 128) if backend.supports_block_size(size)] == [32, 64, 128]
+    assert [size for size in (8, 16, 32, 64, 128) if backend.supports_block_size(size)] == [16, 32, 64, 128]
 
 
-@pytest.mark.parametrize(("cache", "tokens"), [("auto", 32), ("bfloat16", 32), ("fp8", 64), ("fp8_e4m3", 64)])
+@pytest.mark.parametrize(("cache", "tokens"), [("auto", 16), ("bfloat16", 16), ("fp8", 64), ("fp8_e4m3", 64)])
 def test_blocks_are_as_small_as_costs_a_decode_nothing(
     monkeypatch: pytest.MonkeyPatch, cache: str, tokens: int
 ) -> None:

@@ -14,6 +14,8 @@ from cubin_runtime.kernels.native.mla.select import cta_groups
 from tests.kernels_src.host_kernels import HostArrays
 from tests.kernels_src.host_scheduler import DECODE_OPTIONS, MLA_OPTIONS, TILE, HostScheduler
 
+MAX_PIECE = 512  # KV tiles
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -95,12 +97,17 @@ def tile_groups(problem: Problem) -> Iterator[tuple[int, int, int]]:
             yield request, number, kv_tiles
 
 
-def pieces(problem: Problem, offset: int, tiles: int, begins: list[int], whole: bool) -> list[tuple[int, int, int]]:
-    """The CTA group, first and last KV tile of each split of an output tile at ``offset`` of the tile space."""
+def parts_of(
+    problem: Problem, offset: int, front: int, tiles: int, begins: list[int], whole: bool
+) -> list[tuple[int, int, int]]:
+    """The CTA group, first and last KV tile of each split of an output tile at ``offset`` of the tile space.
+
+    ``front`` are the tiles without keys in front of it.
+    """
     if whole:
-        middle = (problem.start_tiles + tiles) // 2
+        middle = (front + tiles) // 2
         return [(sum(begin <= offset + middle for begin in begins) - 1, 0, tiles)]
-    offset += problem.start_tiles
+    offset += front
     if problem.splits:
         count = problem.split_count(tiles)
         cuts = [i * tiles // count for i in range(count + 1)]
@@ -118,6 +125,32 @@ def useful_groups(problem: Problem, total: int, longest: int) -> int:
     return min(groups, max(1, total // CONSTANTS.mla_merged_tiles, total * CONSTANTS.mla_many_splits // many))
 
 
+def piece_of(problem: Problem, lengths: list[int], longest: int, groups: int) -> int:
+    """KV tiles of the pieces of output tiles of ``lengths``, one for each CTA group; 0: none are cut.
+
+    ``longest`` is the longest request, also one without queries.
+    """
+    total, batch = sum(lengths), len(problem.kv_lens)
+    share = total // max(groups, 1)
+    if not problem.spread_tiles or batch == 1 or share >= MAX_PIECE or (share < 3 and batch < 8):
+        return 0
+    longest_piece = min(share + 8, MAX_PIECE)
+    most_output_tiles = batch * -(-problem.row_tiles(max(problem.q_lens)) // problem.cta_group_size)
+    if longest * most_output_tiles <= total + total // 8:
+        longest_piece = share + 1
+        if most_output_tiles * -(-longest // longest_piece) > groups:
+            return 0
+    elif total > longest_piece * (groups - batch // 2):
+        return 0
+    piece = -(-total // groups)
+    while piece <= longest_piece:
+        excess = sum(-(-tiles // piece) for tiles in lengths) * piece - groups * piece
+        if excess <= 0:
+            return piece
+        piece += int(np.float32(excess) * np.float32(piece) / np.float32(max(total - excess, 1))) + 1
+    return 0
+
+
 def expected(problem: Problem) -> dict[tuple[int, int], list[list[int]]]:
     """The rows that walk() writes for each (CTA group, CTA of the group)."""
     found: dict[tuple[int, int], list[list[int]]] = {}
@@ -126,11 +159,17 @@ def expected(problem: Problem) -> dict[tuple[int, int], list[list[int]]]:
     longest = problem.start_tiles + max(tiles_of(problem, kv_len) for kv_len in problem.kv_lens)
     groups = useful_groups(problem, total, longest)
     whole = problem.is_whole(longest, total // max(groups, 1))
+    lengths = [problem.start_tiles + tiles for _, _, tiles in space]
+    piece = 0 if whole or not problem.mla else piece_of(problem, lengths, longest, groups)
+    if piece:
+        lengths = [-(-length // piece) * piece for length in lengths]
+        total = sum(lengths)
+        groups = total // piece
     begins = [c * total // groups for c in range(groups)]
     offset = 0
-    for request, number, tiles in space:
-        parts = pieces(problem, offset, tiles, begins, whole)
-        offset += problem.start_tiles + tiles
+    for (request, number, tiles), length in zip(space, lengths, strict=True):
+        parts = parts_of(problem, offset, length - tiles, tiles, begins, whole)
+        offset += length
         row_tiles = problem.row_tiles(problem.q_lens[request])
         for rank in range(problem.cta_group_size):
             output_tile = number * problem.cta_group_size + rank
@@ -174,7 +213,9 @@ def random_problem(index: int) -> Problem:
     groups, splits = int(rng.integers(1, 40)), int(rng.choice([0, 1, 4, 16]))
     if index % 2:
         problem = mla(kv_lens, q_lens, int(rng.integers(1, 5)), groups, splits)
-        return problem if splits else replace(problem, start_tiles=int(rng.integers(0, 6)))
+        if splits:
+            return problem
+        return replace(problem, start_tiles=int(rng.integers(0, 6)), spread_tiles=int(rng.integers(0, 9)))
     return decode(kv_lens, q_lens, int(rng.choice([1, 2, 4])), groups, splits)
 
 
@@ -201,6 +242,19 @@ PROBLEMS = {
     "one output tile longer than its CTA group may have": replace(
         mla((640, 900, 1_300) * 6, (1,) * 18, 1, 20), spread_tiles=6
     ),
+    "pieces of an equal share": replace(mla((640, 900, 9_000), (1,) * 3, 1, 15), spread_tiles=6),
+    "pieces of requests that are equally long": replace(mla((1_300,) * 20, (1,) * 20, 1, 66), spread_tiles=2),
+    "equally long requests that no piece of an equal share fits": replace(
+        mla((2_000,) * 28, (1,) * 28, 1, 66), spread_tiles=2
+    ),
+    "pieces of more tiles than an equal share at first": replace(
+        mla((640, 1_900, 2_300, 64) * 10, (1,) * 40, 1, 66), spread_tiles=8
+    ),
+    "pieces that would be too long": replace(mla((640,) * 9 + (9_000,), (1,) * 10, 1, 11), spread_tiles=6),
+    "pieces of output tiles that a CTA group shares": replace(
+        mla((640, 900, 0, 9_000), (3, 0, 8, 5), 3, 20), spread_tiles=6
+    ),
+    "pieces with starts": replace(mla((640, 900, 9_000), (1,) * 3, 1, 20), spread_tiles=6, start_tiles=3),
     "one key tile too many for whole output tiles": whole(decode((300, 321), (1, 1), 1, 3), 5),
 }
 
@@ -215,6 +269,16 @@ def test_ctas_walk_equal_ranges_of_the_tile_space(schedulers: dict[bool, HostSch
 def test_random_problems_are_scheduled_alike(schedulers: dict[bool, HostScheduler], index: int) -> None:
     problem = random_problem(index)
     assert schedulers[problem.mla].walk(problem) == expected(problem)
+
+
+@pytest.mark.parametrize("index", range(24))
+def test_random_problems_are_cut_into_pieces_alike(schedulers: dict[bool, HostScheduler], index: int) -> None:
+    rng = np.random.default_rng((6, index))
+    kv_lens = tuple(int(x) for x in rng.exponential(rng.integers(200, 4_000), rng.integers(2, 60)))
+    q_lens = tuple(int(x) for x in rng.integers(0, 3, len(kv_lens) - 1))
+    groups = int(rng.integers(len(kv_lens), 133))
+    problem = replace(mla(kv_lens, (2, *q_lens), int(rng.integers(1, 4)), groups), spread_tiles=2)
+    assert schedulers[True].walk(problem) == expected(problem)
 
 
 @pytest.mark.parametrize("index", range(24))

@@ -9,14 +9,7 @@ from ...dtypes import DTYPES
 from ...errors import UsageError
 from ...kernels.native.launches import NativeLaunch
 from ...kernels.native.mla.plan import MlaProblem, mla_launch, resized_mla
-from ...kernels.native.mla.select import (
-    MAX_HEADS,
-    MAX_QUERIES,
-    PAGE_SIZES,
-    MlaSelection,
-    MlaShape,
-    select_mla_decode,
-)
+from ...kernels.native.mla.select import MAX_HEADS, MAX_QUERIES, MlaSelection, MlaShape, select_mla_decode
 from ...launch.driver import DeviceFacts
 from ...launch.workspace import AnyWorkspace
 from ...tensor import TensorView
@@ -38,7 +31,7 @@ from ..decode_rules import (
 from ..fast_path.operator_function import operator_function
 from ..latent_cache import KV_CACHE, LATENTS, OUT_DTYPES, Q_DTYPES, Q_ROPE, V_CACHE, check_cache
 from ..operator import Given, OutputForm, Resizer, TensorArg, shape_of
-from ..paged_cache import check_table
+from ..paged_cache import PAGE_SIZES, check_table
 from ..pipeline import plan_call, run_call, torch_op
 from ..resizing import Sizes, resizer_of, with_two_requests
 from ..runtime import NativeRelease, Runtime
@@ -357,7 +350,7 @@ def mla_decode(
             dtype of the cache if a kernel supports that; on SM120 and SM121 float8_e4m3fn, as the cache. One stride
             between all tokens; addresses and strides in multiples of 16 bytes.
         kv_cache: ``[pages, page_size, columns]`` or ``[pages, 1, page_size, columns]``, bfloat16 or float8_e4m3fn,
-            page_size 32, 64 or 128. Any strides in multiples of 16 bytes.
+            page_size a power of two from 16 to 1024. Any strides in multiples of 16 bytes.
         page_table: int32 ``[batch, columns]``, the page ids of each request in order; entries past a request's length
             are not read.
         seq_lens: int32 or uint32 ``[batch]``, number of keys of each request, those of its query tokens included. With

@@ -20,8 +20,8 @@ from vllm.model_executor.layers.attention.mla_attention import (
 )
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 
+from ...attention.paged_cache import PAGE_SIZES
 from ...errors import UsageError
-from ...kernels.native.mla.select import PAGE_SIZES
 from ...kernels.native.problem import Dealing
 from ..latent_batch import (
     LAYER_COLUMNS,
@@ -100,7 +100,7 @@ class CubinRuntimeMlaBackend(LatentBackend, *latent_cache_interface(), MLACommon
         """The smallest blocks that cost a decode nothing, as whole blocks of a cached prompt are shared."""
         config = get_current_vllm_config_or_none()
         quantized = config is not None and config.cache_config.cache_dtype in _FP8
-        return max(default_block_size, _LEAST_FP8_BLOCK if quantized else min(PAGE_SIZES))
+        return max(default_block_size, _LEAST_FP8_BLOCK) if quantized else default_block_size
 
     @staticmethod
     def get_impl_cls() -> type[CubinRuntimeMlaImpl]:

@@ -67,7 +67,7 @@ class KernelConstants:
     mla_merged_tiles: int = _number(2, "tiles of a split otherwise: with fewer, merging costs more than it saves")
     mla_max_cta_group: int = _number(4, "CTAs of a group")
     mla_max_row_scales: int = _number(8, "scales of a row of an fp16 partial, beside its maximum and sum")
-    mla_min_page_tokens: int = _number(32, "tokens of the smallest page")
+    mla_min_page_tokens: int = _number(16, "tokens of the smallest page")
     reduction_threads: int = _number(512, "threads of a CTA of kv_reduction")
     reduction_values: int = _number(8, "neighbouring 2-byte values that one of them merges")
     lse_threads: int = _number(1024, "threads of a CTA of lse_from_statistics, at most")

@@ -70,6 +70,9 @@ struct DecodeTiling : Splits {
 
     DEVICE static bool keeps_whole(const Params&, int, int) { return false; }
 
+    static constexpr bool CUTS_PIECES = false;
+    DEVICE static int longest_piece(const Params&, int, int, int) { return 0; }
+
     // A cluster that has an output tile for itself starts and merges sooner, but cannot help the others.
     DEVICE static bool in_clusters(const Params& p, int longest, int share) {
         const int log2 = p.cluster_size_log2;

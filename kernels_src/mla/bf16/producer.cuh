@@ -41,17 +41,18 @@ DEVICE void load(const Params& p, const WorkRange& range, SharedStorage& shared)
                 mbarrier_arrive(shared_address(&shared.q_full));
             }
             if (tile == last) break;
-            const TilePages at(p, work, pages, chunk_log2, tile);
+            const TileChunks chunks(p, work, pages, chunk_log2, tile);
             const int b = (tile - work.first) % STAGES;
             const uint32_t empty_phase = (phase >> b & 1) ^ 1;
             const auto load_boxes = [&](int first, int count) {
-                if (!elect_one()) return;
+                chunks.for_each(p, pages, [&](const Chunk& chunk) {
 #pragma unroll
-                for (int box = first; box < first + count; ++box) {
-                    const uint32_t full = shared_address(&shared.full[b][box]);
-                    mbarrier_arrive_expect_bytes(full, at.chunks << (chunk_log2 + ROW_BYTES_LOG2));
-                    tma_load_box(&p.kv_map, at, chunk_log2, box, shared_address(shared.kv[b][box]), full, policy);
-                }
+                    for (int box = first; box < first + count; ++box) {
+                        const uint32_t full = shared_address(&shared.full[b][box]);
+                        if (chunk.offset == 0) mbarrier_arrive_expect_bytes(full, chunks.box_bytes());
+                        chunk.load_box(&p.kv_map, box, shared_address(shared.kv[b][box]), full, policy);
+                    }
+                });
             };
             if (ROPE_BOXES > 0 && warp == 0) {
                 wait_barrier(shared.empty[b][QUARTERS], empty_phase);

@@ -23,19 +23,18 @@ DEVICE void load(const Params& p, const WorkRange& range, SharedStorage& shared)
         const int last = work.first + work.key_tiles();
 #pragma unroll 1
         for (int tile = work.first; tile < last; ++tile) {
-            const TilePages at(p, work, pages, chunk_log2, tile);
+            const TileChunks chunks(p, work, pages, chunk_log2, tile);
             wait_barrier(shared.empty[kv_state.index], kv_state.phase ^ 1);
-            if (elect_one()) {
+            chunks.for_each(p, pages, [&](const Chunk& chunk) {
                 const uint32_t full = shared_address(&shared.full[kv_state.index]);
-                mbarrier_arrive_expect_bytes(full, boxes * at.chunks << (chunk_log2 + ROW_BYTES_LOG2));
+                if (chunk.offset == 0) mbarrier_arrive_expect_bytes(full, boxes * chunks.box_bytes());
 #pragma unroll
-                for (int i = 0; i < (BOXES + PRODUCER_WARPS - 1) / PRODUCER_WARPS; ++i)
-                    if (i < boxes)
-                        tma_load_box(
-                            &p.kv_map, at, chunk_log2, warp + i * PRODUCER_WARPS,
-                            shared_address(shared.stages[kv_state.index]) + (warp + i * PRODUCER_WARPS) * BOX_BYTES,
-                            full, policy);
-            }
+                for (int i = 0; i < (BOXES + PRODUCER_WARPS - 1) / PRODUCER_WARPS; ++i) {
+                    const int box = warp + i * PRODUCER_WARPS;
+                    const uint32_t target = shared_address(shared.stages[kv_state.index]) + box * BOX_BYTES;
+                    if (i < boxes) chunk.load_box(&p.kv_map, box, target, full, policy);
+                }
+            });
             __syncwarp();
             kv_state.advance();
         }

@@ -22,7 +22,6 @@ COLUMNS = ((512, 64), (256, 64), (512, 0), (256, 32), (128, 32))
 SEPARATE_COLUMNS = (512, 64)
 MAX_HEADS = 128
 MAX_QUERIES = 16
-PAGE_SIZES = (CONSTANTS.mla_min_page_tokens, 64, 128)
 # One CTA group in this many may idle so that the others' ranges end at boundaries of output tiles: fewer partials.
 _IDLE_SHARE = 12
 # FEW_ROWS: row tiles below WIDE_ROWS, of which so many CTAs as _MOST_FEW_ROWS_SPLITS read nearly as fast as all; from
@@ -95,7 +94,7 @@ class MlaSelection(Selection):
     ``cta_group_size`` are the row tiles of a request that neighbouring CTAs compute side by side. ``splits`` are
     the most of an output tile under ``batch_invariant``; 0: they follow from the grid. No output tile of at most
     ``slack_tiles`` is split, and none if the longest exceeds an equal share by at most ``spread_tiles``, counted in KV
-    tiles with ``start_tiles`` for the start of each output tile.
+    tiles with ``start_tiles`` for the start of each output tile. Without ``spread_tiles`` none is cut into pieces.
     """
 
     cta_group_size: int
