@@ -113,6 +113,10 @@ def _most_lost(rows: list[Row]) -> tuple[object, ...]:
     return (max(row["after"][bound] / us for row in rows for bound, us in row["before"].items()),)
 
 
+def _most_gained(rows: list[Row]) -> tuple[object, ...]:
+    return (min(row["after"][bound] / us for row in rows for bound, us in row["before"].items()),)
+
+
 def _loosely(when: str) -> Callable[[list[Row]], tuple[object, ...]]:
     return lambda rows: (min(row[when][_LOOSE] for row in rows), max(row[when][_LOOSE] for row in rows))
 
@@ -237,6 +241,7 @@ STATED: Mapping[str, tuple[Stated, ...]] = {
         Stated("take {:.2f} times as long in the mean where", _MLA_TURNS, _mean_change, _lengths_of("exponential")),
         Stated("{:.2f} times where uniformly", _MLA_TURNS, _mean_change, _lengths_of("uniform")),
         Stated("{:.2f} times where all are equal", _MLA_TURNS, _mean_change, _lengths_of("equal")),
+        Stated("an e4m3 cache, takes {:.2f} times as long", _MLA_TURNS, _most_gained),
         Stated("The row that loses most takes {:.2f} times as long", _MLA_TURNS, _most_lost),
         Stated(
             "tensor pipe runs at {:.0f} to {:.0f}% of its peak",
