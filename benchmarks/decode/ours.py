@@ -1,4 +1,7 @@
-"""Our calls of a problem: planned once, with a workspace of the stream that they run on."""
+"""Our calls of a problem: planned once, with a workspace of the stream that they run on.
+
+They may begin while the kernel before them ends, as FlashInfer's functions let theirs by default.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,11 @@ class Ours:
         self.q, self.out = p.by_request(p.q), p.by_request(p.out)
         tensors = (self.q, self.k, self.v, p.tables[0], p.lens, self.out)
         self.plan = plan_paged_decode(
-            *tensors, max_seq_len=p.case.longest, batch_invariant=batch_invariant, runtime=runtime
+            *tensors,
+            max_seq_len=p.case.longest,
+            batch_invariant=batch_invariant,
+            enable_pdl=True,
+            runtime=runtime,
         )
 
     def call(self, stream: int) -> Call:
@@ -61,7 +68,15 @@ def ungrouped(problem: Problem, runtime: Runtime, stream: int) -> list[Call]:
     outs = [torch.empty_like(part, dtype=problem.out.dtype) for part in qs]
     lens = [problem.lens - (case.q_len - 1 - i) for i in range(case.q_len)]
     plan = plan_paged_decode(
-        qs[0], k, v, problem.tables[0], lens[0], outs[0], max_seq_len=case.longest, runtime=runtime
+        qs[0],
+        k,
+        v,
+        problem.tables[0],
+        lens[0],
+        outs[0],
+        max_seq_len=case.longest,
+        enable_pdl=True,
+        runtime=runtime,
     )
     workspace = plan.prepare(stream)
 
