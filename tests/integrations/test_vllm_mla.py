@@ -69,11 +69,15 @@ def test_what_is_supported(monkeypatch: pytest.MonkeyPatch, cache: str, changed:
     assert [size for size in (8, 16, 32, 64, 128) if backend.supports_block_size(size)] == [16, 32, 64, 128]
 
 
-@pytest.mark.parametrize(("cache", "tokens"), [("auto", 16), ("bfloat16", 16), ("fp8", 64), ("fp8_e4m3", 64)])
-def test_blocks_are_as_small_as_costs_a_decode_nothing(
-    monkeypatch: pytest.MonkeyPatch, cache: str, tokens: int
+@pytest.mark.parametrize(
+    ("cache", "is_shared", "tokens"),
+    [("auto", True, 16), ("bfloat16", True, 16), ("auto", False, 64), ("fp8", True, 64), ("fp8_e4m3", True, 64)],
+)
+def test_blocks_are_small_where_cached_prompts_share_them(
+    monkeypatch: pytest.MonkeyPatch, cache: str, is_shared: bool, tokens: int
 ) -> None:
     config = configuration(cache_dtype=cache)
+    config.cache_config.enable_prefix_caching = is_shared
     backend = use(monkeypatch, config)
     monkeypatch.setattr(mla_backend, "get_current_vllm_config_or_none", lambda: config)
     assert (backend.get_preferred_block_size(16), backend.get_preferred_block_size(128)) == (tokens, 128)
@@ -87,7 +91,7 @@ def test_blocks_are_as_small_as_costs_a_decode_nothing(
         {"dtype": torch.float16},
         {"kv_cache_dtype": "fp8_e5m2"},
         {"kv_cache_dtype": "fp8_ds_mla"},
-        {"block_size": 16},
+        {"block_size": 8},
         {"use_mla": False},
         {"has_sink": True},
         {"use_sparse": True},

@@ -41,7 +41,7 @@ from .versions import decode_tokens, latent_cache_interface
 
 _FP8 = ("fp8", "fp8_e4m3")
 _JOINED_BY_VLLM = (512, 64)
-_LEAST_FP8_BLOCK = 64  # tokens; pieces of smaller ones are copied slowly
+_FASTEST_BLOCK = 64  # tokens; smaller ones are copied in more parts, those of an fp8 cache slowly
 _MOST_PAIRS = 1 << 32  # of tokens and keys of a step, where launches of up to 128 heads number tiles in 31 bits
 
 
@@ -97,10 +97,13 @@ class CubinRuntimeMlaBackend(LatentBackend, *latent_cache_interface(), MLACommon
 
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
-        """The smallest blocks that cost a decode nothing, as whole blocks of a cached prompt are shared."""
+        """vLLM's, as whole blocks of cached prompts are shared; the fastest where that costs more or none is."""
         config = get_current_vllm_config_or_none()
-        quantized = config is not None and config.cache_config.cache_dtype in _FP8
-        return max(default_block_size, _LEAST_FP8_BLOCK) if quantized else default_block_size
+        if config is None:
+            return default_block_size
+        cache = config.cache_config
+        is_shared = cache.enable_prefix_caching and cache.cache_dtype not in _FP8
+        return default_block_size if is_shared else max(default_block_size, _FASTEST_BLOCK)
 
     @staticmethod
     def get_impl_cls() -> type[CubinRuntimeMlaImpl]:
