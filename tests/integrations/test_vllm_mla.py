@@ -87,7 +87,7 @@ def test_blocks_are_as_small_as_costs_a_decode_nothing(
         {"dtype": torch.float16},
         {"kv_cache_dtype": "fp8_e5m2"},
         {"kv_cache_dtype": "fp8_ds_mla"},
-        {"block_size": 16},
+        {"block_size": 8},
         {"use_mla": False},
         {"has_sink": True},
         {"use_sparse": True},
