@@ -122,6 +122,8 @@ def check_options(call: AttentionCall, *, page_size: int, kv_heads: int) -> None
             argument="max_seq_len",
             value=bound,
         )
+    if bound > MOST_KEYS:
+        raise UsageError(f"expected at most {MOST_KEYS}", argument="max_seq_len", value=bound)
     tiles = _most_tiles(call, kv_heads, call.batch, call.q_len)
     if tiles >= _MAX_TILES:
         raise UsageError(f"batch x KV heads x max_seq_len={bound}: {tiles} tiles, expected below {_MAX_TILES}")

@@ -119,7 +119,7 @@ class ContextParallelMerge:
             ``out``.
 
         Raises:
-            UsageError: a tensor has another shape or dtype.
+            UsageError: a tensor has another shape or dtype, or sinks are not contiguous.
         """
         for step in self.steps(out, lse, sinks=sinks):
             step.run()
@@ -130,6 +130,8 @@ class ContextParallelMerge:
         self._check("out", out, (self.tokens, self.own_heads, self.head_dim), DTYPES_OF_V)
         self._check("lse", lse, (self.tokens, self.own_heads))
         self._check("sinks", sinks, (self.heads,))
+        if sinks is not None and not sinks.is_contiguous():
+            raise UsageError(f"strides {tuple(sinks.stride())}, expected a contiguous tensor", argument="sinks")
         if isinstance(self._buffers, _Packed):
             return self._packed_steps(self._buffers, out, lse, sinks)
         return self._gathered_steps(self._buffers, out, lse, sinks)

@@ -160,9 +160,18 @@ def test_a_scale_that_is_no_finite_number_is_named(name: str, scale: float) -> N
 
 
 def test_more_tiles_than_the_kernel_counts_are_refused() -> None:
-    table = contiguous((4, 1 << 26), "int32")
-    with pytest.raises(UsageError, match="tiles, expected below"):
-        check(GOOD.changed("page_table", **table), max_seq_len=(1 << 32) - 64)
+    sizes = {"q": (16, 64, 128), "out": (16, 64, 128), "seq_lens": (16,), "page_table": (16, 1 << 24)}
+    tensors = GOOD
+    for name, shape in sizes.items():
+        tensors = tensors.changed(name, **contiguous(shape, getattr(tensors, name).dtype))
+    with pytest.raises(UsageError, match="2147483776 tiles, expected below 2147483648"):
+        check(tensors, max_seq_len=1 << 30)
+
+
+def test_a_bound_whose_positions_do_not_fit_is_refused() -> None:
+    tensors = GOOD.changed("page_table", **contiguous((4, 1 << 26), "int32"))
+    with pytest.raises(UsageError, match="max_seq_len=1073741825: expected at most 1073741824"):
+        check(tensors, max_seq_len=(1 << 30) + 1)
 
 
 def test_row_tiles_count_among_the_tiles() -> None:

@@ -237,10 +237,14 @@ def test_strides_of_the_cache_are_taken_as_they_are(planner: Runtime) -> None:
     assert spec.strides == (1280, (PAGE * 1280 + 640) * 2)
 
 
-@pytest.mark.parametrize("page", [32, 64, 128])
-def test_page_sizes(planner: Runtime, page: int) -> None:
-    given = values(planner, latent_call(kv_cache=view("bfloat16", PAGES, page, 576)), max_seq_len=512)
+@pytest.mark.parametrize("page", [16, 32, 64, 128, 256, 512, 1024])
+@pytest.mark.parametrize(("dtypes", "heads"), [((BF16, BF16, BF16), 128), ((E4M3, BF16, BF16), 16)])
+def test_page_sizes(planner: Runtime, dtypes: tuple[str, str, str], heads: int, page: int) -> None:
+    call = latent_call(dtypes=dtypes, heads=heads, kv_cache=view(dtypes[0], PAGES, page, 576))
+    plan = make_plan(planner, call, max_seq_len=256, device_facts=H200)
+    given, tile = plan.launch_plans()[0].values, plan.selections[0].kernel.traits["tile_tokens"]
     assert 1 << given["page_size_log2"] == page
+    assert given["kv_map"].box[1] == min(page, tile)
 
 
 @pytest.mark.parametrize("heads", [1, 5, 8, 16, 32, 64, 100, 128])
@@ -288,7 +292,8 @@ def test_the_plan_describes_every_field_with_its_meaning(planner: Runtime) -> No
         (latent_call(latent=128), {}, "kv_cache: rows of 192 columns, expected one of 576, 320, 512, 288 or 160"),
         (latent_call(kv_cache=view("bfloat16", PAGES, PAGE, 64)), {}, "kv_cache: rows of 64 columns"),
         (latent_call(kv_cache=view("bfloat16", PAGES, PAGE, 320)), {}, "q: 576 columns per head, expected 320"),
-        (latent_call(kv_cache=view("bfloat16", PAGES, 16, 576)), {}, "kv_cache: page size 16, expected one of 32"),
+        (latent_call(kv_cache=view("bfloat16", PAGES, 8, 576)), {}, "kv_cache: page size 8, expected one of 16, 32"),
+        (latent_call(kv_cache=view("bfloat16", PAGES, 48, 576)), {}, "kv_cache: page size 48, expected one of 16, 32"),
         (latent_call(kv_cache=view("bfloat16", PAGES, 2, PAGE, 576)), {}, "kv_cache: shape .*expected .pages, page"),
         (latent_call(kv_cache=view("bfloat16", PAGES, PAGE, 576, pointer=8)), {}, "kv_cache: address 0x8"),
         (latent_call(q=view("bfloat16", 4, HEADS, 576, pointer=0x1008)), {}, "q: address 0x1008, .*multiple of 16"),

@@ -141,7 +141,7 @@ def test_auto_asks_for_what_runs_mla(capsys: pytest.CaptureFixture[str], argumen
         (["--heads-kv", "8"], "--heads-kv 8: expected 1 with --head-dim 576, which is MLA"),
         (["--heads-q", "129"], "--heads-q 129: expected 1 to 128"),
         (["--q-len", "17"], "--q-len 17: expected 1 to 16"),
-        (["--page", "16"], "--page 16: expected one of 32, 64, 128"),
+        (["--page", "8"], "--page 8: expected one of 16, 32, 64, 128, 256, 512, 1024"),
         (["--window", "8"], "--window 8: MLA decode sees all keys, expected 0"),
         (["--tokens", "2"], "--tokens 2: expected 0 to batch x q_len, 1"),
         (["--dtype-kv", "fp16"], "--dtype-kv 'fp16': expected one of bf16, e4m3"),

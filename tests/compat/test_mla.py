@@ -207,7 +207,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"query": tensor("bfloat16", 4, 1, 129, 576)}, "query: 129 heads"),
     ({"query": tensor("float16", 4, 1, HEADS, 576)}, "query: dtype float16"),
     ({"kv_cache": tensor("bfloat16", PAGES, 2, PAGE, 576)}, "kv_cache: shape"),
-    ({"kv_cache": tensor("bfloat16", PAGES, 16, 576)}, "kv_cache: page size 16"),
+    ({"kv_cache": tensor("bfloat16", PAGES, 8, 576)}, "kv_cache: page size 8"),
     ({"block_tables": tensor("int64", 4, COLUMNS)}, "block_tables: dtype int64"),
     ({"out": tensor("bfloat16", 4, HEADS, 576)}, "out: shape"),
     ({"bmm1_scale": math.inf}, "bmm1_scale=inf"),

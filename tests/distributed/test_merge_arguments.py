@@ -201,3 +201,11 @@ def test_a_group_says_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda asked: 4 if asked is group else 0)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda asked: 3 if asked is group else 0)
     assert collectives.world_and_rank(group) == (4, 3)
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_sinks_with_gaps_are_refused_before_ranks_wait(group: Group, exchange: str) -> None:
+    made = merge_of(group, exchange=exchange)
+    with pytest.raises(UsageError, match=r"sinks: strides \(2,\), expected a contiguous tensor"):
+        made.merge(torch.empty(5, made.own_heads, 16), sinks=torch.zeros(24)[::2])
+    assert group.calls == []

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from cubin_runtime.attention import mla_decode
 from cubin_runtime.attention.backends import NATIVE, TABLE
 from cubin_runtime.attention.checks import listed
 from cubin_runtime.attention.paged_cache import PAGE_SIZES
+from cubin_runtime.compat.flashinfer import trtllm_batch_decode_with_kv_cache_mla, xqa_mla
 from cubin_runtime.kernels.native.mla.select import COLUMNS, MAX_HEADS, MAX_QUERIES
 from kernels_src.variants import VARIANTS
 
@@ -46,6 +52,12 @@ def test_it_names_the_bounds_of_a_call() -> None:
     assert f"pages of {PAGE_SIZES[0]} to {PAGE_SIZES[-1]} tokens" in TEXT
     assert f"1 to {MAX_HEADS} heads" in TEXT
     assert f"up to {MAX_QUERIES} per request" in TEXT
+
+
+@pytest.mark.parametrize("operator", [mla_decode, trtllm_batch_decode_with_kv_cache_mla, xqa_mla])
+def test_functions_name_the_page_sizes(operator: Callable[..., Any]) -> None:
+    text = " ".join(str(operator.__doc__).split())
+    assert f"a power of two from {PAGE_SIZES[0]} to {PAGE_SIZES[-1]}" in text
 
 
 def test_it_says_whether_auto_takes_them() -> None:

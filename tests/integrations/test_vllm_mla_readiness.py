@@ -20,6 +20,7 @@ from tests.integrations.vllm_mla_steps import queries, step, use  # noqa: E402
 # isort: on
 from cubin_runtime.attention import Runtime  # noqa: E402
 from cubin_runtime.integrations.scratch import Limits  # noqa: E402
+from cubin_runtime.integrations.vllm.backend import table_columns  # noqa: E402
 from cubin_runtime.testing import StandIn  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -47,10 +48,16 @@ class Engine:
         given = torch.zeros(1, 512), torch.zeros(1, 1, 64), cache, torch.zeros(1)
         self.made.do_kv_cache_update(*given, self.made.kv_cache_dtype, torch.ones(()))
 
+    @property
+    def columns(self) -> int:
+        """Those of vLLM's page tables, whose rows it rounds up to 128 tokens."""
+        block = self.config.cache_config.block_size
+        blocks, together = -(-self.config.model_config.max_model_len // block), max(1, 128 // block)
+        return -(-blocks // together) * together
+
     def run(self, q_lens: list[int], kv_lens: list[int], padded: int = 0) -> None:
         tokens = sum(q_lens) + padded * max(q_lens)
-        columns = MAX_LEN // self.config.cache_config.block_size
-        table = torch.zeros(len(q_lens) + padded, columns, dtype=torch.int32)
+        table = torch.zeros(len(q_lens) + padded, self.columns, dtype=torch.int32)
         built = self.builder.build(0, step(q_lens, kv_lens, padded, num_actual_tokens=tokens, block_table_tensor=table))
         self.made.forward_mqa(queries(self.config, tokens), self.kv_cache, built, SCALES)
 
@@ -108,6 +115,25 @@ def test_prompts_in_chunks_load_and_allocate_nothing(
         engine.run(q_lens, [chance.randrange(new, MAX_LEN + 1) for new in q_lens])
     assert (hopper.stats().loads, hopper.stats().fast_paths) == (before.loads, before.fast_paths)
     assert len(standin.calls("cuMemAlloc")) == allocations
+
+
+@pytest.mark.parametrize("changed", [{"block_size": 16, "max_model_len": 200}, {"max_model_len": 150}])
+def test_fast_paths_are_those_of_page_tables_that_vllm_rounds_up(
+    hopper: Runtime, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any]
+) -> None:
+    engine = Engine(monkeypatch, **changed)
+    before = hopper.stats().fast_paths
+    for requests in range(1, REQUESTS + 1):
+        engine.run([1] * requests, [100] * requests)
+    assert 0 < before == hopper.stats().fast_paths
+
+
+@pytest.mark.parametrize(
+    ("keys", "page_size", "ranks", "columns"),
+    [(4096, 64, 1, 64), (4096, 64, 4, 16), (4097, 16, 1, 264), (100, 32, 1, 4), (1000, 256, 2, 2), (130, 128, 1, 2)],
+)
+def test_columns_of_vllms_page_tables(keys: int, page_size: int, ranks: int, columns: int) -> None:
+    assert table_columns(keys, page_size, ranks) == columns
 
 
 def test_fast_paths_wait_for_a_stream_with_shared_scratch(hopper: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:

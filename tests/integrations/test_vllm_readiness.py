@@ -111,6 +111,22 @@ def test_a_first_step_with_metadata_writes_fast_paths_too(hopper: Runtime, monke
     assert 0 < before == hopper.stats().fast_paths
 
 
+def test_fast_paths_are_those_of_page_tables_that_vllm_rounds_up(
+    hopper: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = MAX_LEN - 2 * BLOCK
+    monkeypatch.setattr("tests.integrations.vllm_steps.MAX_LEN", keys)
+    configure(monkeypatch, REQUESTS, TOKENS, keys)
+    made, kv_cache = layer(BACKEND), cache()
+    for memory in (torch.empty(0, dtype=BF16), kv_cache):
+        run_dummy(made, memory)
+    before = hopper.stats().fast_paths
+    for requests in range(1, REQUESTS + 1):
+        table = torch.zeros(requests, MAX_LEN // BLOCK, dtype=torch.int32)
+        run(made, step([1] * requests, [50] * requests, block_table_tensor=table), kv_cache)
+    assert 0 < before == hopper.stats().fast_paths
+
+
 def test_an_engine_on_another_stream_shares_scratch_among_its_layers_too(
     ready: Any, hopper: Runtime, standin: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:

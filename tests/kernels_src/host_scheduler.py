@@ -92,8 +92,8 @@ class HostScheduler:
         assert self._all_rows_see is not None
         return bool(self._all_rows_see(self._parameters(values), request, tile * self.tile))
 
-    def walk(self, problem: Any) -> dict[tuple[int, int], list[list[int]]]:
-        """The work tiles of each (CTA group, CTA of the group) that has any."""
+    def walk(self, problem: Any, error: float = 0.0) -> dict[tuple[int, int], list[list[int]]]:
+        """The work tiles of each (CTA group, CTA of the group) that has any; quotients are off by ``error``."""
         arrays, found = HostArrays(), {}
         parameters = self._parameters(problem.values(arrays))
         size, groups, cluster = problem.cta_group_size, problem.cta_groups, problem.cluster_size or 1
@@ -101,7 +101,9 @@ class HostScheduler:
         rows = (ctypes.c_int * (COLUMNS * MOST_TILES))()
         for group, rank in np.ndindex(groups, size):
             cta = (group * size + rank, 0, 0) if self.mla else (group % cluster, rank, group // cluster)
-            count = self._walk(parameters, (ctypes.c_int * 3)(*grid), (ctypes.c_int * 3)(*cta), rows)
+            count = self._walk(
+                parameters, (ctypes.c_int * 3)(*grid), (ctypes.c_int * 3)(*cta), rows, ctypes.c_float(error)
+            )
             if count:
                 numbers = np.frombuffer(rows, np.int32, COLUMNS * count)
                 found[group, rank] = numbers.reshape(count, COLUMNS).tolist()

@@ -93,8 +93,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
         query: ``[batch, q_len, heads, kv_lora_rank + qk_rope_head_dim]``, or ``[tokens, heads, ...]`` with
             ``cum_seq_lens_q``; bf16 or e4m3 (xqa: only with an e4m3 cache).
         kv_cache: ``[pages, page_size, kv_lora_rank + qk_rope_head_dim]`` or ``[pages, 1, page_size, ...]``; bf16 or
-            e4m3; xqa: pages of 32, 64 or 128 tokens. Sparse MLA on xqa: queries of bf16, and caches of bf16 or of rows
-            of 656 bytes (uint8 or e4m3), in pages of any size, as ``sparse_mla_decode`` takes them.
+            e4m3; xqa: page_size a power of two from 16 to 1024. Sparse MLA on xqa: queries of bf16, and caches of bf16
+            or of rows of 656 bytes (uint8 or e4m3), in pages of any size, as ``sparse_mla_decode`` takes them.
         qk_nope_head_dim: head dimension of the model without rope, 1 or more; only ``bmm1_scale`` depends on it.
         kv_lora_rank, qk_rope_head_dim: (512, 64) or (256, 64); xqa: also (512, 0), (256, 32) or (128, 32); sparse MLA:
             (512, 64) or (512, 0).

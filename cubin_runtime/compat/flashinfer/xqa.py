@@ -188,7 +188,7 @@ def xqa_mla(
         v_cache: the same memory, whole or its first latent columns; or other memory of the same shape, of which the
             first latent columns are read, with 576 columns, e4m3 and e4m3 queries on compute capability 9.0.
         output: ``[batch, 1, heads, latent]`` or without the 1; bf16, fp16 or e4m3.
-        page_size: must match ``k_cache``: 32, 64 or 128.
+        page_size: must match ``k_cache``: a power of two from 16 to 1024.
         q_scale, kv_scale: each a number or a float32 scalar on the device. Scores are multiplied by
             q_scale * kv_scale, the output by kv_scale. In contrast to ``xqa``, ``q_scale`` has to include the softmax
             scale, 1 / sqrt(head_dim before the projection).

@@ -30,6 +30,7 @@ from ..scratch import Limits, prompt_bound
 from .versions import backend_name, cache_interface, decode_tokens, key_ranks
 
 _E4M3_CACHES = ("fp8", "fp8_e4m3")
+_TABLE_TOKENS = 128  # rows of vLLM's page tables are for multiples of so many
 LOGGER = logging.getLogger("vllm.cubin_runtime")  # below vLLM's own, whose level and handlers it has
 
 
@@ -40,6 +41,12 @@ def limits_of(config: Any) -> Limits | None:
         return None
     tokens = scheduler.max_num_batched_tokens
     return Limits(scheduler.max_num_seqs, tokens, model.max_model_len, _decode_tokens(config))
+
+
+def table_columns(keys: int, page_size: int, ranks: int = 1) -> int:
+    """The columns of vLLM's page tables, which hold the pages of a rank, for ``keys`` tokens on all ``ranks``."""
+    pages, together = -(-keys // (page_size * ranks)), max(1, _TABLE_TOKENS // page_size)
+    return -(-pages // together) * together
 
 
 def _decode_tokens(config: Any) -> int:
@@ -395,7 +402,7 @@ class CubinRuntimeImpl(AttentionImpl[PagedBatch]):  # type: ignore[misc]
             self._is_warm = True
         elif (scratch := self._options.scratch) is not None and scratch.of_launch(1, 1, 1) is not None:
             self._is_warm = True
-            columns = -(-self._limits.keys // kv_cache.shape[2])
+            columns = table_columns(self._limits.keys, kv_cache.shape[2])
             k_cache, v_cache = kv_cache.chunk(2, dim=-1)
             warm_up(query, k_cache, v_cache, "HND", self._options, self._limits, columns)
 

@@ -36,7 +36,7 @@ from ..latent_batch import (
     unserved,
 )
 from ..latent_readiness import LatentKind, reserve_latent, warm_up_latent
-from .backend import LOGGER, HopperBackend, check_configuration, limits_of, refused_in_micro_batches
+from .backend import LOGGER, HopperBackend, check_configuration, limits_of, refused_in_micro_batches, table_columns
 from .versions import decode_tokens, latent_cache_interface
 
 _FP8 = ("fp8", "fp8_e4m3")
@@ -325,7 +325,7 @@ class CubinRuntimeMlaImpl(MLACommonImpl[MLACommonMetadata]):  # type: ignore[mis
             return
         if (scratch := self._options.scratch) is not None and scratch.of_launch(1, 1, 1) is not None:
             self._warm_shape = kv_cache.shape
-            columns = -(-self._table_keys // kv_cache.shape[1])
+            columns = table_columns(self._table_keys, kv_cache.shape[1], self._options.dealing.world)
             cache = kv_cache.view(torch.float8_e4m3fn) if self._quantized else kv_cache
             warm_up_latent(self._kind, cache, self._options, self._limits, columns)
 

@@ -112,8 +112,10 @@ extern "C" int cta_group(int total, int groups, int tile, float error) {
 }
 
 // Writes ten numbers for each work tile of a CTA: request, KV head, row tile, first and last KV tile, number of its
-// split, splits, counter, and the slots of this split and of split 0. Returns the count of work tiles.
-extern "C" int walk(const void* parameters, const int* grid, const int* cta, int* to) {
+// split, splits, counter, and the slots of this split and of split 0. Returns the count of work tiles. Quotients are off
+// by `error`, relatively.
+extern "C" int walk(const void* parameters, const int* grid, const int* cta, int* to, float error) {
+    quotient_error = error;
     gridDim = {grid[0], grid[1], grid[2]};
     blockIdx = {cta[0], cta[1], cta[2]};
     int count = 0;
@@ -149,6 +151,7 @@ extern "C" int walk(const void* parameters, const int* grid, const int* cta, int
                splits.counter, splits.slot(splits.index), splits.slot(0)});
     });
 #endif
+    quotient_error = 0;
     return count;
 }
 
