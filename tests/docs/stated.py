@@ -109,12 +109,17 @@ def _faster(rows: list[Row]) -> tuple[object, ...]:
     return min(ratios), max(ratios)
 
 
+def _changes(rows: list[Row]) -> list[float]:
+    """The time after a change over that before it, at each bound."""
+    return [row["after"][bound] / us for row in rows for bound, us in row["before"].items()]
+
+
 def _most_lost(rows: list[Row]) -> tuple[object, ...]:
-    return (max(row["after"][bound] / us for row in rows for bound, us in row["before"].items()),)
+    return (max(_changes(rows)),)
 
 
 def _most_gained(rows: list[Row]) -> tuple[object, ...]:
-    return (min(row["after"][bound] / us for row in rows for bound, us in row["before"].items()),)
+    return (min(_changes(rows)),)
 
 
 def _loosely(when: str) -> Callable[[list[Row]], tuple[object, ...]]:
@@ -126,7 +131,7 @@ def _mean_under_a_loose_bound(rows: list[Row]) -> tuple[object, ...]:
 
 
 def _mean_change(rows: list[Row]) -> tuple[object, ...]:
-    return (fmean(row["after"][bound] / us for row in rows for bound, us in row["before"].items()),)
+    return (fmean(_changes(rows)),)
 
 
 def _lengths_of(distribution: str) -> Callable[[Row], bool]:
