@@ -15,14 +15,7 @@ from ....launch.workspace import Region
 from ....values import dataclass, replaced
 from ..launches import STATUS, KernelFile, NativeLaunch, native_plan
 from ..problem import LOG2_E, NUMBERS, CacheStrides, cache_strides, kv_scale_strides, page_size_log2
-from .select import (
-    MOST_SPLITS,
-    ContextSelection,
-    ContextSelections,
-    ContextShape,
-    ConversionSelection,
-    PartsMerge,
-)
+from .select import MOST_SPLITS, ContextSelection, ContextSelections, ContextShape, ConversionSelection, PartsMerge
 
 _COUNTERS = Region("counters", 8, zeroed=True)
 _COPY = {"k_map": "converted_k", "v_map": "converted_v"}
