@@ -132,23 +132,19 @@ def lengthened(lengths: Any, new: int, sums: Any, batch: int) -> Any:
 def filled(like: Any, batch: int, length: int) -> Any:
     """Lengths that are all the same, made on the device."""
     check_torch(like, "cache_seqlens", "lengths would be made from a number")
-    return _constants(like, batch, length)[1]
+    return whole_cache(like, batch, length)[1]
 
 
 def numbers(like: Any, count: int) -> Any:
     """int32 ``[count, 1]`` from 0, made on the device."""
     check_torch(like, "block_table", "a table of a cache without pages would be made")
-    return _constants(like, count, 0)[0]
+    return whole_cache(like, count, 0)[0]
 
 
 def whole_cache(like: Any, batch: int, length: int) -> tuple[Any, Any]:
-    """Page table and lengths of a torch cache without pages, all of which is used: ``numbers`` and ``filled``."""
-    return _constants(like, batch, length)
+    """Page table and lengths of a torch cache without pages, all of which is used: ``numbers`` and ``filled``.
 
-
-def _constants(like: Any, batch: int, length: int) -> tuple[Any, Any]:
-    """Tensors that nobody writes, those of an earlier call on the stream where there are some: layers ask alike.
-
+    Nobody writes them, and they are those of an earlier call on the stream where there are some: layers ask alike.
     What is made while torch traces, or while the stream captures, belongs to what is traced or captured.
     """
     import torch
