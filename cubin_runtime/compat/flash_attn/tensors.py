@@ -76,9 +76,9 @@ def without_keys(sums: Any, batch: int) -> Any:
     return sums.repeat_interleave(2)[1:]
 
 
-def with_zeros(lengths: Any, name: str, batch: int) -> Any:
+def with_zeros(lengths: Any, batch: int) -> Any:
     """The lengths with a 0 behind each; made on the device."""
-    check_vector(lengths, name, batch, "lengths for seqused_q would be made")
+    check_vector(lengths, "seqused_k", batch, "lengths for seqused_q would be made")
     import torch
 
     return torch.stack((lengths, torch.zeros_like(lengths)), 1).flatten()
