@@ -171,7 +171,6 @@ def _conversion_launch(
             "page_size_log2": page_size_log2(problem.page_size),
             "num_pages": problem.num_pages,
         },
-        caches={},
         regions=(STATUS,),
         why=selection,
         numbers=() if problem.ragged else NUMBERS,
@@ -209,8 +208,6 @@ def _split_launches(
         grid=merge.grid(problem),
         attributes=LaunchAttributes(programmatic_serialization=True),  # it waits for the attention by itself
         values=_merge_values(merge, problem),
-        caches={},
-        regions=(),
         why=merge,
         numbers=(),
     )
