@@ -303,7 +303,7 @@ class Library:
         except NotHereError as error:
             raise MissingError(f"{source.label}: no manifest of {pin.name!r}: {error}") from None
         chosen = self._chosen(pin, manifest, paths)
-        report = verify_tree(source, source, pin, manifest, chosen, complete=complete, progress=progress, jobs=jobs)
+        report = verify_tree(source, pin, manifest, chosen, complete=complete, progress=progress, jobs=jobs)
         if paths is not None:
             return replace(report, extra=())
         if isinstance(source, DirectorySource) or (

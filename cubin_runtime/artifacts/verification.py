@@ -13,7 +13,7 @@ from .bounded_read import digest_of
 from .manifest import MANIFEST_NAME, Manifest
 from .path import ArtifactPath
 from .pins.pin import Pin
-from .sources.source import FileRequest, Listing, NotHereError, Source
+from .sources.source import FileRequest, Listing, NotHereError
 from .store.store import Store
 from .threads import map_in_threads
 
@@ -139,8 +139,7 @@ def verify_store(
 
 
 def verify_tree(
-    source: Source,
-    listing: Listing,
+    source: Listing,
     pin: Pin,
     manifest: Manifest,
     paths: Sequence[ArtifactPath],
@@ -165,7 +164,7 @@ def verify_tree(
 
     jobs = jobs or default_jobs(pin.max_file_bytes)
     checked = _in_batches(lambda batch: map(check, batch), paths, progress, jobs)
-    extra = listing.names(manifest.folder) - {MANIFEST_NAME}
+    extra = source.names(manifest.folder) - {MANIFEST_NAME}
     extra.difference_update(path.relative_to(manifest.folder) for path in manifest.digests)
     return _report(pin, source.label, complete, paths, checked, tuple(sorted(extra)))
 

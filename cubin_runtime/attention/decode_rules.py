@@ -9,11 +9,7 @@ from ..dtypes import DTYPES
 from ..errors import UsageError
 from ..kernels.native.problem import Dealing
 from ..values import dataclass
-from .attention_operator import (
-    SCALE_TENSORS,
-    AttentionCall,
-    AttentionOptions,
-)
+from .attention_operator import SCALE_TENSORS, AttentionCall, AttentionOptions
 from .checks import check_shape, token_stride
 from .operator import LENGTHS, TensorArg
 from .paged_cache import MOST_KEYS

@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from ..dtypes import is_dtype
-from ..tensor import TensorView, is_torch
+from ..tensor import TensorView, dtype_word, is_torch
 
 _FIRST_ADDRESS = 1 << 44  # far above what any driver gives out, and aligned for every access
 _ALIGNMENT = 1 << 21
@@ -21,7 +21,7 @@ def describe_tensors(arguments: dict[str, Any]) -> None:
     addresses: dict[int, int] = {}
     free = _FIRST_ADDRESS
     for name, tensor in arguments.items():
-        if not _has_no_memory(tensor) or not is_dtype(dtype := str(tensor.dtype).removeprefix("torch.")):
+        if not _has_no_memory(tensor) or not is_dtype(dtype := dtype_word(tensor.dtype)):
             continue
         storage = tensor.untyped_storage()
         if storage._cdata not in addresses:

@@ -12,7 +12,7 @@ from ..dtypes import ITEM_BYTES
 from ..errors import UsageError
 from ..kernels.native.launches import NativeLaunch
 from ..launch.driver import DeviceFacts
-from ..tensor import TensorSpec, TensorView, is_torch, view_of
+from ..tensor import TensorSpec, TensorView, dtype_word, is_torch, view_of
 from ..values import dataclass
 from .checks import OptionCheck, check_dtype, check_options, check_shape, flat_scalar, option_checks, split_scale
 from .runtime import NativeRelease, Runtime
@@ -337,7 +337,7 @@ def shape_of(tensor: Any, name: str) -> tuple[int, ...]:
 
 def dtype_of(tensor: Any, name: str) -> str:
     """As ``shape_of``, the dtype."""
-    return str(tensor.dtype).removeprefix("torch.") if is_torch(tensor) else view_of(tensor, name).dtype
+    return dtype_word(tensor.dtype) if is_torch(tensor) else view_of(tensor, name).dtype
 
 
 @cache

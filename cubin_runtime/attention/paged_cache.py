@@ -143,7 +143,7 @@ def cache_arg(name: str, **dtypes: Any) -> TensorArg:
 
 
 def strides_of(cache: TensorView) -> tuple[int, ...]:
-    """The strides of a cache that has at least one element in each dimension."""
+    """The strides of a cache that has at least one element in each dimension, but for that of its columns."""
     # A dimension of size 1 may carry any stride; the descriptor wants a valid one.
-    sizes = zip(cache.shape[:3], cache.strides, strict=False)
-    return tuple(stride if size > 1 else cache.shape[3] for size, stride in sizes)
+    sizes = zip(cache.shape[:-1], cache.strides, strict=False)
+    return tuple(stride if size > 1 else cache.shape[-1] for size, stride in sizes)

@@ -5,12 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from .values import (
-    bfloat16_bits,
-    bfloat16_values,
-    e4m3_bits,
-    e4m3_values,
-)
+from .values import bfloat16_bits, bfloat16_values, e4m3_bits, e4m3_values
 
 if TYPE_CHECKING:
     import numpy as np

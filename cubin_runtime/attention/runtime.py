@@ -21,12 +21,7 @@ from ..launch.abi import LaunchNeeds
 from ..launch.devices import device_ordinal
 from ..launch.driver import Driver
 from ..launch.driver_api import LaunchConfig
-from ..launch.modules import (
-    KernelRequest,
-    LoadedKernel,
-    ModuleCache,
-    PreloadReport,
-)
+from ..launch.modules import KernelRequest, LoadedKernel, ModuleCache, PreloadReport
 from ..launch.plan import LARGEST_PORTABLE_CLUSTER
 from ..launch.profiler import Profiler
 from ..launch.structs import StructLayout

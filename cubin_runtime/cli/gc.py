@@ -126,15 +126,15 @@ def usage(
         output.emit_json("usage", {"store": str(library.store.root), **asdict(totals)})
         return
     rows: list[tuple[object, ...]] = [
-        (
+        tuple(
             "unknown" if cell is None else cell
             for cell in (one.release, one.objects, _size(one.bytes), _size(one.alone_bytes))
-        )  # type: ignore[misc]
+        )
         for one in totals.releases
     ]
     rows.append(("needed by no pinned release", totals.unreferenced, output.size(totals.unreferenced_bytes), ""))
     rows.append(("in all", totals.objects, output.size(totals.bytes), ""))
-    output.table(("release", "objects", "size", "only in this release"), [tuple(row) for row in rows])
+    output.table(("release", "objects", "size", "only in this release"), rows)
     if totals.unreferenced:
         output.note_line("'cubin-runtime gc --unreferenced' removes what no pinned release needs")
     if totals.quarantined:

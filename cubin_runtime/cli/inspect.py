@@ -130,27 +130,17 @@ def _read_file(file: Path) -> bytes:
 
 def _find_pinned(library: Library, digest: str) -> tuple[Pin | None, Any]:
     """The pin and path that list this digest, among releases whose manifest is available locally."""
-
     from ..artifacts.releases.catalog import manifest_at_hand
 
-    local = _without_network(library)
-    for pin in local.pins:
+    for pin in library.pins:
         try:
-            manifest = manifest_at_hand(local, pin)
+            manifest = manifest_at_hand(library, pin)
         except CubinRuntimeError:
             continue
         for path, listed in manifest.digests.items():
             if listed == digest:
                 return pin, path
     return None, None
-
-
-def _without_network(library: Library) -> Library:
-    from dataclasses import replace
-
-    from ..artifacts.library import Library as Opened
-
-    return library if library.config.offline else Opened(replace(library.config, offline=True))
 
 
 def _row(library: Library, pin: Pin | None, path: Any) -> KernelRow | None:

@@ -264,13 +264,12 @@ def several(count: float, word: str) -> str:
 
 
 @contextmanager
-def progress(description: str, total: int | None, unit: str = "files") -> Iterator[Callable[[int], None]]:
+def progress(description: str, total: int | None) -> Iterator[Callable[[int], None]]:
     """A bar on the standard error stream, shown only where that is a terminal.
 
     Args:
         description: what is being done, in two or three words.
-        total: how many ``unit`` there are, None if that is not known; ``"bytes"`` is shown as sizes with a speed.
-        unit: what is counted.
+        total: how many files there are, None if that is not known.
 
     Yields:
         a function that advances the bar by the number it is given; any thread may call it.
@@ -278,24 +277,12 @@ def progress(description: str, total: int | None, unit: str = "files") -> Iterat
     if not sys.stderr.isatty() or LOUDNESS.get().quiet:
         yield lambda step: None
         return
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        MofNCompleteColumn,
-        Progress,
-        ProgressColumn,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    counted: list[ProgressColumn] = (
-        [DownloadColumn(), TransferSpeedColumn()] if unit == "bytes" else [MofNCompleteColumn()]
-    )
     bar = Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(),
-        *counted,
+        MofNCompleteColumn(),
         TimeRemainingColumn(),
         console=console(sys.stderr),
         transient=True,

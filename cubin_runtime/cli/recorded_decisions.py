@@ -9,26 +9,14 @@ from typing import Any
 from ..errors import UsageError
 from ..kernels.native.reduction.plan import OperationLaunch
 from ..kernels.trtllm_gen.decision import Decision, decide
-from ..kernels.trtllm_gen.errors import (
-    ARGUMENT,
-    KernelMissing,
-    PlanRefused,
-    WorkspaceRefused,
-)
+from ..kernels.trtllm_gen.errors import ARGUMENT, KernelMissing, PlanRefused, WorkspaceRefused
 from ..kernels.trtllm_gen.kernel_finder import KernelFinder
 from ..kernels.trtllm_gen.parameter_values import DESCRIPTORS
 from ..kernels.trtllm_gen.params import KERNEL_PARAMS
 from ..kernels.trtllm_gen.traits import Policy, SparseType
 from ..launch.plan import LARGEST_PORTABLE_CLUSTER
 from ..launch.structs import TENSOR_MAP_BYTES
-from ..launch.tensormap import (
-    DTYPES,
-    FILLS,
-    INTERLEAVES,
-    L2_PROMOTIONS,
-    SWIZZLES,
-    TensorMapSpec,
-)
+from ..launch.tensormap import DTYPES, FILLS, INTERLEAVES, L2_PROMOTIONS, SWIZZLES, TensorMapSpec
 from .recorded_cases import CaseError, case_in, occupancy_of, problem_of
 
 Json = dict[str, Any]

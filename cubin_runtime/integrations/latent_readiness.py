@@ -69,18 +69,18 @@ def warm_up_latent(kind: LatentKind, kv_cache: Any, options: LatentOptions, limi
     if done in scratch.ready:
         return
     scratch.ready.add(done)
-    device, most = kv_cache.device, min(limits.requests, _SIZES)
+    device, most, dealt = kv_cache.device, min(limits.requests, _SIZES), options.dealing.world > 1
     table = torch.zeros(most, columns, dtype=torch.int32, device=device)
     lengths = torch.ones(most, dtype=torch.int32, device=device)
     sums = torch.arange(most + 1, dtype=torch.int32, device=device)
-    columns_of_q = kind.latent + kind.rope
-    q = torch.zeros(most * kind.q_len, kind.heads, columns_of_q, device=device).to(getattr(torch, kind.q_dtype))
+    shape = (most * kind.q_len, kind.heads, kind.latent + kind.rope)
+    q = torch.zeros(shape, device=device).to(getattr(torch, kind.q_dtype))
     out = torch.empty(*q.shape[:2], kind.latent, dtype=torch.bfloat16, device=device)
-    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=device) if options.dealing.world > 1 else None
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=device) if dealt else None
     for requests in range(1, most + 1):
         for q_len, ragged in dict.fromkeys((*_forms(kind.q_len), *_chunk_forms(kind))):
             rows = requests if ragged else requests * q_len
-            here, dealt = slice(0, requests), options.dealing.world > 1
+            here = slice(0, requests)
             decodes = LatentDecodes(
                 table[here],
                 lengths[here],

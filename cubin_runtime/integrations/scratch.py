@@ -83,6 +83,10 @@ class SharedScratch:
         """The same for the current stream."""
         self.serve(self._memory.current_stream(self._device))
 
+    def serves_current(self) -> bool:
+        """Return whether launches on the current stream get scratch."""
+        return self._memory.current_stream(self._device) in self._workspaces
+
     def cover(self, plans: Iterable[OperatorPlan], limits: Limits) -> None:
         """Grow to what these plans need, which are those of all launches within ``limits``.
 

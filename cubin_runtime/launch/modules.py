@@ -12,13 +12,7 @@ from ..artifacts.cubins.architecture import Architecture
 from ..errors import FrozenError
 from ..values import dataclass
 from . import driver_api as api
-from .abi import (
-    LaunchNeeds,
-    check_launchable,
-    check_parameters,
-    check_threads,
-    effective_architecture,
-)
+from .abi import LaunchNeeds, check_launchable, check_parameters, check_threads, effective_architecture
 from .driver import DeviceFacts, Driver
 from .driver_errors import DriverCallError
 from .structs import StructLayout

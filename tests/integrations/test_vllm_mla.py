@@ -193,7 +193,7 @@ def test_the_queries_of_a_pair_are_side_by_side(monkeypatch: pytest.MonkeyPatch,
 def test_the_queries_of_a_captured_pair_stay_where_they_are(
     monkeypatch: pytest.MonkeyPatch, standin: StandIn, drafts: int
 ) -> None:
-    monkeypatch.setattr(mla_backend, "_is_capturing", lambda _: True)
+    monkeypatch.setattr(mla_backend, "is_capturing", lambda _: True)
     new = 1 + drafts
     _, _, (_, _, (latent, rope)) = run(monkeypatch, configuration(drafts=drafts or None), step([new] * 2, [40, 30]))
     (sent,) = mla_launches(standin)

@@ -109,7 +109,7 @@ def read_elf(data: bytes) -> Elf:
     if first < _HEADER.size or end > len(data):
         raise CubinFormatError(f"section table of {count} at {first} ends beyond the file's {len(data)} bytes")
     raw = [_SectionHeader._make(record) for record in _SECTION.iter_unpack(data[first:end])]
-    names = _bounded(data, raw[names_at], "section names")
+    names = _section_names(data, raw[names_at])
     sections = tuple(_section(data, names, h) for h in raw)
     by_name: dict[str, Section] = {}
     for section in sections:
@@ -141,10 +141,10 @@ def _entry_points(elf: Elf, table: Section) -> tuple[EntryPoint, ...]:
     return tuple(EntryPoint(index, _name(names, at), section) for index, at, section in sections)
 
 
-def _bounded(data: bytes, header: _SectionHeader, what: str) -> bytes:
+def _section_names(data: bytes, header: _SectionHeader) -> bytes:
     end = header.offset + header.size
     if end > len(data):
-        raise CubinFormatError(f"{what} end at {end}, the file at {len(data)}")
+        raise CubinFormatError(f"section names end at {end}, the file at {len(data)}")
     return data[header.offset : end]
 
 

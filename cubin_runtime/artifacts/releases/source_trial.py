@@ -37,16 +37,15 @@ class SourceTrial:
     problem: str | None
 
 
-def try_sources(library: Library, *, network: bool, seconds: float = TRIAL_SECONDS) -> tuple[SourceTrial, ...]:
-    """Ask every source for the manifest of every release, all at a time; returns after ``seconds`` at the latest.
+def try_sources(library: Library, *, network: bool) -> tuple[SourceTrial, ...]:
+    """Ask every source for the manifest of every release, all at a time; returns after ``TRIAL_SECONDS`` at the latest.
 
     Args:
         library: its sources are asked; nothing is written.
         network: whether sources on the network are asked, too; offline they never are.
-        seconds: how long each may take, name resolution included.
     """
     policy = FetchPolicy(attempts=1)
-    limits = HttpLimits(connect=seconds, headers=seconds, silence=seconds, window=max(1.0, seconds))
+    limits = HttpLimits(connect=TRIAL_SECONDS, headers=TRIAL_SECONDS, silence=TRIAL_SECONDS, window=TRIAL_SECONDS)
     sources = SourceList(replace(library.config, audit=None), limits, policy)
     trials = [(pin, spec) for pin in library.pins for spec in sources.specs(pin)]
     results: dict[int, SourceTrial] = {}
@@ -63,12 +62,12 @@ def try_sources(library: Library, *, network: bool, seconds: float = TRIAL_SECON
                 threads.append((number, thread))
             else:
                 results[number] = _try(sources, pin, spec)
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + TRIAL_SECONDS
     for _, thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
-    late = f"no whole answer within {seconds:g} s"
+    late = f"no whole answer within {TRIAL_SECONDS:g} s"
     return tuple(
-        results.get(number) or SourceTrial(spec.label, pin.name, False, seconds, late)
+        results.get(number) or SourceTrial(spec.label, pin.name, False, TRIAL_SECONDS, late)
         for number, (pin, spec) in enumerate(trials)
     )
 

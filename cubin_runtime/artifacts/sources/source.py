@@ -73,7 +73,7 @@ class Source(Protocol):
         """Close what the source has open."""
 
 
-class Listing(Protocol):
+class Listing(Source, Protocol):
     """A source whose files can be listed, so that a published tree can be checked for extra ones."""
 
     def names(self, folder: ArtifactPath) -> set[str]:

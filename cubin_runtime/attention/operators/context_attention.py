@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from ...dtypes import DTYPES
 from ...errors import UsageError
 from ...kernels.native.launches import NativeLaunch
-from ...kernels.native.prefill.plan import ContextProblem, KvStrides, context_launches, copy_of_cache, resized_launches
+from ...kernels.native.prefill.plan import ContextProblem, context_launches, copy_of_cache, resized_launches
 from ...kernels.native.prefill.select import (
     HEAD_DIMS,
     MAX_GROUP,
@@ -18,6 +18,7 @@ from ...kernels.native.prefill.select import (
     ContextShape,
     select_context_launches,
 )
+from ...kernels.native.problem import CacheStrides
 from ...launch.driver import DeviceFacts
 from ...launch.workspace import AnyWorkspace
 from ...tensor import TensorView
@@ -46,6 +47,7 @@ from ..paged_cache import (
     check_page_size,
     check_table,
     scale_strides,
+    strides_of,
     value_table_offset,
 )
 from ..pipeline import plan_call, run_call, torch_op
@@ -298,11 +300,9 @@ def _row_strides(name: str, view: TensorView) -> tuple[int, int]:
     return (token_stride(name, view, 2) if tokens > 1 else view.shape[-1]), head
 
 
-def _kv_strides(view: TensorView) -> KvStrides:
-    sizes = zip(view.shape[:-1], view.strides, strict=False)
-    strides = [stride if size > 1 else view.shape[-1] for size, stride in sizes]
-    page, token, head = strides if len(strides) == 3 else (view.shape[-1], *strides)
-    return KvStrides(page, token, head)
+def _kv_strides(view: TensorView) -> CacheStrides:
+    strides = strides_of(view)
+    return CacheStrides(*(strides if len(strides) == 3 else (view.shape[-1], *strides)))
 
 
 def _launches(call: AttentionCall, device: DeviceFacts, release: NativeRelease) -> Sequence[NativeLaunch[Any]]:

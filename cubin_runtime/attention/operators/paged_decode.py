@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypedDict
 from ...dtypes import DTYPES
 from ...errors import UsageError
 from ...kernels.native.launches import NativeLaunch
+from ...kernels.native.problem import CacheStrides
 from ...launch.driver import DeviceFacts
 from ...launch.workspace import AnyWorkspace
 from ...values import dataclass, replaced
@@ -112,7 +113,7 @@ def _check(call: AttentionCall) -> None:
 
 def _problem(call: AttentionCall) -> DecodeProblem:
     # An import of the package is faster without what chooses kernels.
-    from ...kernels.native.decode.plan import CacheStrides, DecodeProblem
+    from ...kernels.native.decode.plan import DecodeProblem
 
     k, v, options = call.tensors["k_cache"], call.tensors["v_cache"], call.options
     kv_heads, head_dim = k.shape[2:]

@@ -13,13 +13,7 @@ A call holds views (``cubin_runtime.attention.view_of``) of the caller's tensors
 from ...kernels.trtllm_gen.arguments import OutScales, Sage, Scale
 from ...kernels.trtllm_gen.call import Call
 from ...kernels.trtllm_gen.calls import ContextCall, DecodeCall, PagedCall, RaggedCall
-from .operators import (
-    counter_size,
-    plan,
-    preload,
-    run,
-    workspace_size,
-)
+from .operators import counter_size, plan, preload, run, workspace_size
 from .plans import AttentionPlan
 
 __all__ = [

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 from ...errors import UsageError
-from ...kernels.trtllm_gen.arguments import OutScales, Sage, Scale
+from ...kernels.trtllm_gen.arguments import OutScales, Sage, Scale, check_length
 from ...kernels.trtllm_gen.arithmetic import INT32_MAX
 from ...kernels.trtllm_gen.call import Call
 from ...kernels.trtllm_gen.calls import ContextCall, DecodeCall, RaggedCall
@@ -172,8 +172,7 @@ def _check_lengths(call: Call) -> None:
         )
     check_vector("seq_lens", call.seq_lens, call.batch, "int32", device)
     for name, value in (("max_q_len", call.max_q), ("max_kv_len", call.max_kv)):
-        if not 1 <= value <= INT32_MAX:
-            raise UsageError(f"expected 1 to {INT32_MAX}", argument=name, value=value)
+        check_length(name, value)
     if call.cum_seq_lens_q is not None:
         check_vector("cum_seq_lens_q", call.cum_seq_lens_q, call.batch + 1, "int32", device)
     elif call.tokens != call.batch * call.max_q:

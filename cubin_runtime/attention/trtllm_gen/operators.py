@@ -18,12 +18,7 @@ from ..fast_path.notes import Launched, note_launch
 from ..hook import Run, installed
 from ..runtime import Runtime, runtime_of
 from ..torch_ops import TorchScratch, torch_bytes
-from .checks import (
-    check_call,
-    check_device,
-    check_kinds,
-    check_scales,
-)
+from .checks import check_call, check_device, check_kinds, check_scales
 from .plan_key import bounded, plan_key
 from .plans import AttentionPlan
 

@@ -101,14 +101,14 @@ def attend_ragged(
         most = shape_of(k, "k", 3)[0]
         if seqused_q is not None:
             cu_seqlens_k = without_keys(cu_seqlens_k, batch)
-            seqused_k = None if seqused_k is None else with_zeros(seqused_k, "seqused_k", batch)
+            seqused_k = None if seqused_k is None else with_zeros(seqused_k, batch)
         return attend(
             q, k, v, options, kv_cu_seq_lens=cu_seqlens_k, seq_lens=seqused_k, max_seq_len=min(bound, most), **where
         )
     if seqused_k is None:
         seqused_k = differences(cu_seqlens_k, "cu_seqlens_k", batch)
     if seqused_q is not None:
-        seqused_k, table = with_zeros(seqused_k, "seqused_k", batch), repeated(table, options.names["page_table"])
+        seqused_k, table = with_zeros(seqused_k, batch), repeated(table, options.names["page_table"])
     columns = shape_of(table, options.names["page_table"], 2)[1]
     most = columns * shape_of(k, "k", 4)[1]
     return attend(q, k, v, options, page_table=table, seq_lens=seqused_k, max_seq_len=min(bound, most), **where)

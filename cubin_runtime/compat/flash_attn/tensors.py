@@ -76,9 +76,9 @@ def without_keys(sums: Any, batch: int) -> Any:
     return sums.repeat_interleave(2)[1:]
 
 
-def with_zeros(lengths: Any, name: str, batch: int) -> Any:
+def with_zeros(lengths: Any, batch: int) -> Any:
     """The lengths with a 0 behind each; made on the device."""
-    check_vector(lengths, name, batch, "lengths for seqused_q would be made")
+    check_vector(lengths, "seqused_k", batch, "lengths for seqused_q would be made")
     import torch
 
     return torch.stack((lengths, torch.zeros_like(lengths)), 1).flatten()
@@ -132,23 +132,19 @@ def lengthened(lengths: Any, new: int, sums: Any, batch: int) -> Any:
 def filled(like: Any, batch: int, length: int) -> Any:
     """Lengths that are all the same, made on the device."""
     check_torch(like, "cache_seqlens", "lengths would be made from a number")
-    return _constants(like, batch, length)[1]
+    return whole_cache(like, batch, length)[1]
 
 
 def numbers(like: Any, count: int) -> Any:
     """int32 ``[count, 1]`` from 0, made on the device."""
     check_torch(like, "block_table", "a table of a cache without pages would be made")
-    return _constants(like, count, 0)[0]
+    return whole_cache(like, count, 0)[0]
 
 
 def whole_cache(like: Any, batch: int, length: int) -> tuple[Any, Any]:
-    """Page table and lengths of a torch cache without pages, all of which is used: ``numbers`` and ``filled``."""
-    return _constants(like, batch, length)
+    """Page table and lengths of a torch cache without pages, all of which is used: ``numbers`` and ``filled``.
 
-
-def _constants(like: Any, batch: int, length: int) -> tuple[Any, Any]:
-    """Tensors that nobody writes, those of an earlier call on the stream where there are some: layers ask alike.
-
+    Nobody writes them, and they are those of an earlier call on the stream where there are some: layers ask alike.
     What is made while torch traces, or while the stream captures, belongs to what is traced or captured.
     """
     import torch

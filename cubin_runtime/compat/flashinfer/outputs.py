@@ -11,7 +11,7 @@ from ...attention.paged_cache import E4M3
 from ...attention.trtllm_gen import OutScales
 from ...dtypes import ITEM_BYTES, is_dtype
 from ...errors import UsageError
-from ...tensor import TensorView, view_of
+from ...tensor import TensorView, dtype_word, view_of
 from ...values import dataclass
 from .arguments import BatchArguments
 
@@ -97,7 +97,7 @@ def _dtype_word(dtype: Any) -> str | None:
     if dtype is None:
         return None
     try:
-        return str(dtype).removeprefix("torch.")
+        return dtype_word(dtype)
     except Exception:  # whatever an object of another library raises
         return ""
 

@@ -9,6 +9,7 @@ from typing import Any
 from ...attention.checks import shown
 from ...attention.torch_ops import TORCH_SCRATCH, TorchOp
 from ...errors import UsageError
+from ...tensor import dtype_word
 from .arguments import only_sinks
 
 _SINKS = ("sinks", "attention_sinks")
@@ -71,7 +72,7 @@ def torch_op(
             new_dtype = out_dtype or (getattr(torch, default) if default else query.dtype)
             arguments["out"] = torch.empty(shape(arguments), dtype=new_dtype, device=query.device)
         elif out_dtype is not None and arguments["out"].dtype != out_dtype:
-            one, other = (str(of).removeprefix("torch.") for of in (arguments["out"].dtype, out_dtype))
+            one, other = (dtype_word(of) for of in (arguments["out"].dtype, out_dtype))
             raise UsageError(f"dtype {one}, out_dtype says {other}", argument="out")
         if not arguments.get("return_lse"):
             return arguments["out"]

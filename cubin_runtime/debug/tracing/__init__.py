@@ -11,11 +11,6 @@ Another operator joins by giving ``record`` a ``TracedCall`` of its own where ``
 """
 
 from .recorder import Recorder, record, recording
-from .schema import (
-    Constant,
-    Scalar,
-    Tensor,
-    TracedCall,
-)
+from .schema import Constant, Scalar, Tensor, TracedCall
 
 __all__ = ["Constant", "Recorder", "Scalar", "Tensor", "TracedCall", "record", "recording"]

@@ -9,13 +9,7 @@ from ...attention.paged_cache import KV_SCALES
 from ...dtypes import DTYPES
 from ...tensor import TensorView
 from .references import of_attention, run_of
-from .schema import (
-    Axis,
-    Constant,
-    Scalar,
-    Tensor,
-    TracedCall,
-)
+from .schema import Axis, Constant, Scalar, Tensor, TracedCall
 
 OP_TYPE = "gqa_paged"
 _HEADS = (Constant("q_heads"), Constant("head_dim"))

@@ -9,13 +9,7 @@ from ...dtypes import DTYPES
 from ...tensor import TensorView
 from .decode import decode_tags, mask_axes, option_numbers, option_tensors
 from .references import of_attention, run_of
-from .schema import (
-    Axis,
-    Constant,
-    Scalar,
-    Tensor,
-    TracedCall,
-)
+from .schema import Axis, Constant, Scalar, Tensor, TracedCall
 
 OP_TYPE = "mla_paged"
 _HEADS, _WIDTH, _LATENT = Constant("q_heads"), Constant("head_dim_qk"), Constant("kv_lora_rank")

@@ -15,8 +15,8 @@ from ...errors import UsageError
 from ...kernels.native.sparse_mla.select import ROW_FORMS
 from ..latent_batch import LISTED_LATENT, unserved_lists
 from ..latent_readiness import ListKind, reserve_lists
-from ..scratch import Limits, launch, shared_scratch
-from .steps import refuse, refuse_context_parallelism, refuse_options
+from ..scratch import Limits, launch
+from .steps import refuse, refuse_context_parallelism, refuse_options, serve_steps
 from .versions import NAME, draft_shape, is_deterministic, serve_latent_layers
 
 _LOGGER = logging.getLogger(__name__)
@@ -41,10 +41,7 @@ class CubinRuntimeSparseMlaAttnBackend(DeepseekSparseAttnBackend):  # type: igno
         self.dsa_decode_impl = NAME
         serve_latent_layers()
         requests, device = self.req_to_token.shape[0], self.req_to_token.device.index or 0
-        # On which SGLang runs its steps; it makes its backends, and captures graphs, on others.
-        stream = getattr(model_runner, "forward_stream", None)
-        if stream is not None:
-            shared_scratch(device).serve(stream.cuda_stream)
+        serve_steps(model_runner, device)
         limits = Limits(requests, requests * max(1, draft_shape()[0]), self.max_context_len)
         self._scratch = reserve_lists(ListKind(heads, rows, width, device), False, limits, _LOGGER)
 

@@ -63,10 +63,7 @@ class PagedAttnBackend(AttentionBackend):  # type: ignore[misc]
         chunk = getattr(server, "chunked_prefill_size", None) or 0
         whole = max(getattr(server, "max_prefill_tokens", None) or 0, self.max_context_len)
         prompts = chunk + requests if chunk > 0 else whole
-        # On which SGLang runs its steps; it makes its backends, and captures graphs, on others.
-        stream = getattr(model_runner, "forward_stream", None)
-        if stream is not None:
-            shared_scratch(self._first_slots.device.index or 0).serve(stream.cuda_stream)
+        serve_steps(model_runner, self._first_slots.device.index or 0)
         tokens = max(1, self._drafts)
         self._limits = Limits(requests, max(prompts, requests * tokens), self._bound, tokens)
 
@@ -148,6 +145,13 @@ class PagedAttnBackend(AttentionBackend):  # type: ignore[misc]
     ) -> Any:
         """As ``forward_extend``, one token of each request."""
         return self.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **arguments)
+
+
+def serve_steps(model_runner: Any, device: int) -> None:
+    """Have scratch for the stream on which SGLang runs its steps; it makes backends, and captures graphs, on others."""
+    stream = getattr(model_runner, "forward_stream", None)
+    if stream is not None:
+        shared_scratch(device).serve(stream.cuda_stream)
 
 
 def refuse_options(server: Any) -> None:

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 from weakref import ref
 
 from ...errors import UsageError
+from ...tensor import dtype_word
 
 EVERY_KEY, CAUSAL, WINDOW = 1, 2, 3
 _PATTERNS = (EVERY_KEY, CAUSAL, WINDOW)
@@ -98,7 +99,7 @@ def _is_compiling() -> bool:
 
 
 def _read(attention_mask: Any, q_len: int, kv_len: int) -> Mask:
-    shape, dtype = tuple(attention_mask.shape), str(attention_mask.dtype).removeprefix("torch.")
+    shape, dtype = tuple(attention_mask.shape), dtype_word(attention_mask.dtype)
     if dtype == "int16" and shape[1:] in [(1, EVERY_KEY, kv_len), (_HEADS, CAUSAL, kv_len), (_HEADS, WINDOW, kv_len)]:
         return Mask(shape[2])
     if len(shape) == 4 and shape[1] == _HEADS and shape[2] in _PATTERNS:

@@ -29,7 +29,7 @@ from ..readiness import reserve, warm_up
 from ..scratch import Limits, prompt_bound
 from .versions import backend_name, cache_interface, decode_tokens, key_ranks
 
-_E4M3_CACHES = ("fp8", "fp8_e4m3")
+E4M3_CACHES = ("fp8", "fp8_e4m3")
 _TABLE_TOKENS = 128  # rows of vLLM's page tables are for multiples of so many
 LOGGER = logging.getLogger("vllm.cubin_runtime")  # below vLLM's own, whose level and handlers it has
 
@@ -95,23 +95,33 @@ class HopperBackend:
         return False
 
 
-def check_configuration(backend: Any, has_sink: bool = False) -> None:
+def check_configuration(backend: Any, attn_type: str, kv_cache_dtype: str, has_sink: bool = False) -> None:
     """Ask a backend about the configuration that a layer is made for.
 
     vLLM asks too, but keeps the answer for all configurations of a process that have some of their values alike.
 
     Raises:
-        UsageError: the backend's reason.
+        UsageError: the backend's reason, a layer of an encoder, or a cache of another dtype.
     """
     if (refused := backend.supports_combination(*[None] * 5, has_sink)) is not None:
         raise UsageError(refused)
+    if attn_type != AttentionType.DECODER:
+        raise UsageError(f"attn_type={attn_type}: expected {AttentionType.DECODER}")
+    if kv_cache_dtype not in backend.supported_kv_cache_dtypes:
+        expected = ", ".join(backend.supported_kv_cache_dtypes)
+        raise UsageError(f"kv_cache_dtype={kv_cache_dtype!r}: expected one of {expected}")
+
+
+def is_capturing(tensor: torch.Tensor) -> bool:
+    """Return whether the stream that the tensor's work goes to captures a graph."""
+    return bool(tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 class CubinRuntimeBackend(HopperBackend, cache_interface(), AttentionBackend):  # type: ignore[misc]
     """Decoder attention with GQA in bf16 and fp16 on SM90, over caches of the same or of e4m3."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
-    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16", *_E4M3_CACHES]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16", *E4M3_CACHES]
     forward_includes_kv_cache_update = False
 
     @staticmethod
@@ -296,15 +306,10 @@ class CubinRuntimeImpl(AttentionImpl[PagedBatch]):  # type: ignore[misc]
         sinks: torch.Tensor | None = None,
     ) -> None:
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        check_configuration(CubinRuntimeBackend, sinks is not None)
+        check_configuration(CubinRuntimeBackend, attn_type, kv_cache_dtype, sinks is not None)
         check_layer(head_size, head_size, num_heads, kv_heads)
         if alibi_slopes is not None:
             raise UsageError("alibi_slopes: no kernel here honours them; expected None")
-        if attn_type != AttentionType.DECODER:
-            raise UsageError(f"attn_type={attn_type}: expected {AttentionType.DECODER}")
-        if kv_cache_dtype not in CubinRuntimeBackend.supported_kv_cache_dtypes:
-            expected = ", ".join(CubinRuntimeBackend.supported_kv_cache_dtypes)
-            raise UsageError(f"kv_cache_dtype={kv_cache_dtype!r}: expected one of {expected}")
         self.num_heads, self.head_size, self.scale, self.num_kv_heads = num_heads, head_size, float(scale), kv_heads
         self.kv_cache_dtype = kv_cache_dtype
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
@@ -366,7 +371,7 @@ class CubinRuntimeImpl(AttentionImpl[PagedBatch]):  # type: ignore[misc]
         """
         if output_scale is not None or output_block_scale is not None:
             raise UsageError("output_scale, output_block_scale: no kernel here quantizes; expected None")
-        if self.kv_cache_dtype in _E4M3_CACHES:
+        if self.kv_cache_dtype in E4M3_CACHES:
             kv_cache = kv_cache.view(torch.float8_e4m3fn)  # vLLM's is of bytes
             if self._options.k_scale is not layer._k_scale or self._options.v_scale is not layer._v_scale:
                 self._options = self._options._replace(k_scale=layer._k_scale, v_scale=layer._v_scale)
@@ -387,11 +392,11 @@ class CubinRuntimeImpl(AttentionImpl[PagedBatch]):  # type: ignore[misc]
 
         vLLM's first step over a cache may have metadata or not, by its version and model.
         """
-        if self._limits is None or (query.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if self._limits is None or is_capturing(query):
             return
         if kv_cache is None or not kv_cache.numel():
             arguments = (query, self.num_kv_heads, self._page_size, "HND", self._options, self._limits)
-            cache_dtype = torch.float8_e4m3fn if self.kv_cache_dtype in _E4M3_CACHES else None
+            cache_dtype = torch.float8_e4m3fn if self.kv_cache_dtype in E4M3_CACHES else None
             self._options = reserve(*arguments, LOGGER, cache_dtype, self.dcp_world_size)
             if self._options.scratch is not None:
                 query.new_empty(self._options.scratch.lent, dtype=torch.uint8)  # which vLLM then leaves free
@@ -400,7 +405,7 @@ class CubinRuntimeImpl(AttentionImpl[PagedBatch]):  # type: ignore[misc]
             return
         if self._ranks is not None:
             self._is_warm = True
-        elif (scratch := self._options.scratch) is not None and scratch.of_launch(1, 1, 1) is not None:
+        elif (scratch := self._options.scratch) is not None and scratch.serves_current():
             self._is_warm = True
             columns = table_columns(self._limits.keys, kv_cache.shape[2])
             k_cache, v_cache = kv_cache.chunk(2, dim=-1)

@@ -18,7 +18,7 @@ from vllm.model_executor.layers.attention.mla_attention import (
     QueryLenSupport,
     get_mla_dims,
 )
-from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
+from vllm.v1.attention.backend import AttentionCGSupport
 
 from ...attention.paged_cache import PAGE_SIZES
 from ...errors import UsageError
@@ -36,10 +36,18 @@ from ..latent_batch import (
     unserved,
 )
 from ..latent_readiness import LatentKind, reserve_latent, warm_up_latent
-from .backend import LOGGER, HopperBackend, check_configuration, limits_of, refused_in_micro_batches, table_columns
+from .backend import (
+    E4M3_CACHES,
+    LOGGER,
+    HopperBackend,
+    check_configuration,
+    is_capturing,
+    limits_of,
+    refused_in_micro_batches,
+    table_columns,
+)
 from .versions import decode_tokens, latent_cache_interface
 
-_FP8 = ("fp8", "fp8_e4m3")
 _JOINED_BY_VLLM = (512, 64)
 _FASTEST_BLOCK = 64  # tokens; smaller ones are copied in more parts, those of an fp8 cache slowly
 _MOST_PAIRS = 1 << 32  # of tokens and keys of a step, where launches of up to 128 heads number tiles in 31 bits
@@ -75,10 +83,6 @@ def joined(parts: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     return q
 
 
-def _is_capturing(tensor: torch.Tensor) -> bool:
-    return bool(tensor.is_cuda and torch.cuda.is_current_stream_capturing())
-
-
 class LatentBackend(HopperBackend):
     """The answers that the backends of a latent cache give alike."""
 
@@ -88,7 +92,7 @@ class LatentBackend(HopperBackend):
 class CubinRuntimeMlaBackend(LatentBackend, *latent_cache_interface(), MLACommonBackend):  # type: ignore[misc]
     """Dense MLA on SM90: bf16 queries and cache, or e4m3 both."""
 
-    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "bfloat16", *_FP8]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "bfloat16", *E4M3_CACHES]
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int]:
@@ -102,7 +106,7 @@ class CubinRuntimeMlaBackend(LatentBackend, *latent_cache_interface(), MLACommon
         if config is None:
             return default_block_size
         cache = config.cache_config
-        is_shared = cache.enable_prefix_caching and cache.cache_dtype not in _FP8
+        is_shared = cache.enable_prefix_caching and cache.cache_dtype not in E4M3_CACHES
         return default_block_size if is_shared else max(default_block_size, _FASTEST_BLOCK)
 
     @staticmethod
@@ -246,13 +250,9 @@ class CubinRuntimeMlaImpl(MLACommonImpl[MLACommonMetadata]):  # type: ignore[mis
         kv_sharing_target_layer_name: str | None,
         **mla_args: Any,
     ) -> None:
-        check_configuration(CubinRuntimeMlaBackend)
+        check_configuration(CubinRuntimeMlaBackend, attn_type, kv_cache_dtype)
         if alibi_slopes is not None or sliding_window is not None or logits_soft_cap or mla_args.get("indexer"):
             raise UsageError("alibi_slopes, sliding_window, logits_soft_cap, indexer: expected none of them")
-        if attn_type != AttentionType.DECODER:
-            raise UsageError(f"attn_type={attn_type}: expected {AttentionType.DECODER}")
-        if kv_cache_dtype not in CubinRuntimeMlaBackend.supported_kv_cache_dtypes:
-            raise UsageError(f"kv_cache_dtype={kv_cache_dtype!r}: expected auto, bfloat16, fp8 or fp8_e4m3")
         super().__init__(
             num_heads,
             head_size,
@@ -273,7 +273,7 @@ class CubinRuntimeMlaImpl(MLACommonImpl[MLACommonMetadata]):  # type: ignore[mis
         rank = self.dcp_rank if world > 1 else 0
         dealing = Dealing(world, rank, parallel.cp_kv_cache_interleave_size) if world > 1 else Dealing()
         self._options = LatentOptions(self.scale, 1.0, bool(envs.VLLM_BATCH_INVARIANT), dealing)
-        self._quantized = kv_cache_dtype in _FP8
+        self._quantized = kv_cache_dtype in E4M3_CACHES
         self._warm_shape: torch.Size | None = None
         self._get_ready(config, q_len)
 
@@ -298,7 +298,7 @@ class CubinRuntimeMlaImpl(MLACommonImpl[MLACommonMetadata]):  # type: ignore[mis
         if isinstance(q, tuple):
             # The strides of the latent columns follow from the number of tokens, which fast paths of any number do not
             # take. A graph has one number, and launches as they were captured.
-            if _is_capturing(q[0]):
+            if is_capturing(q[0]):
                 q, rope = q
             else:
                 q = joined(q)
@@ -321,9 +321,9 @@ class CubinRuntimeMlaImpl(MLACommonImpl[MLACommonMetadata]):  # type: ignore[mis
         vLLM measures its graphs over a smaller cache first.
         """
         super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, *arguments, **more)
-        if kv_cache.shape == self._warm_shape or not kv_cache.numel() or _is_capturing(kv_cache):
+        if kv_cache.shape == self._warm_shape or not kv_cache.numel() or is_capturing(kv_cache):
             return
-        if (scratch := self._options.scratch) is not None and scratch.of_launch(1, 1, 1) is not None:
+        if (scratch := self._options.scratch) is not None and scratch.serves_current():
             self._warm_shape = kv_cache.shape
             columns = table_columns(self._table_keys, kv_cache.shape[1], self._options.dealing.world)
             cache = kv_cache.view(torch.float8_e4m3fn) if self._quantized else kv_cache

@@ -10,7 +10,7 @@ from vllm import envs
 from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
 from vllm.model_executor.layers.attention import sparse_mla_attention
 from vllm.model_executor.layers.attention.mla_attention import get_mla_dims
-from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadata, AttentionType
+from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadata
 from vllm.v1.attention.backends.mla import sparse_utils
 from vllm.v1.attention.ops import flashmla
 
@@ -183,13 +183,9 @@ class CubinRuntimeSparseMlaImpl(*_BASES):  # type: ignore[misc]
         kv_sharing_target_layer_name: str | None,
         **mla_args: Any,
     ) -> None:
-        check_configuration(CubinRuntimeSparseMlaBackend)
+        check_configuration(CubinRuntimeSparseMlaBackend, attn_type, kv_cache_dtype)
         if alibi_slopes is not None or sliding_window is not None or logits_soft_cap:
             raise UsageError("alibi_slopes, sliding_window, logits_soft_cap: expected none of them")
-        if attn_type != AttentionType.DECODER:
-            raise UsageError(f"attn_type={attn_type}: expected {AttentionType.DECODER}")
-        if kv_cache_dtype not in CubinRuntimeSparseMlaBackend.supported_kv_cache_dtypes:
-            raise UsageError(f"kv_cache_dtype={kv_cache_dtype!r}: expected auto, bfloat16 or {PACKED}")
         super().__init__(
             num_heads,
             head_size,

@@ -296,8 +296,10 @@ def pace_of(
     # One CTA's bandwidth is limited even when few run.
     alone = 2 * 64 * head_dim * item_bytes / (costs.cta_tb_per_s * _BYTES_PER_US)
     of_tile = tile_tokens / 64
+    start_us = costs.launch_us + kernel.start_us
+    alone_start_us = start_us - costs.alone_saved_us
     return Pace(
-        start_us=costs.launch_us + kernel.start_us,
+        start_us=start_us,
         tile_us=kernel.tile_us * of_tile,
         shared_tile_us=kernel.shared_tile_us * of_tile,
         output_tile_us=kernel.output_tile_us,
@@ -305,9 +307,9 @@ def pace_of(
         l2_bytes_per_us=costs.l2_tb_per_s * multiprocessors / _MULTIPROCESSORS * _BYTES_PER_US,
         merge_us=costs.merge_us,
         merge_parts=costs.merge_parts / max(1.0, rows * head_dim / costs.merge_cells),
-        cluster_start_us=costs.launch_us + kernel.start_us - costs.cluster_saved_us,
-        alone_start_us=costs.launch_us + kernel.start_us - costs.alone_saved_us,
-        alone_choice_start_us=costs.launch_us + kernel.start_us - costs.alone_saved_us + costs.alone_choice_us,
+        cluster_start_us=start_us - costs.cluster_saved_us,
+        alone_start_us=alone_start_us,
+        alone_choice_start_us=alone_start_us + costs.alone_choice_us,
         cluster_merge_us=costs.cluster_merge_us,
         least_tile_us=max(alone, kernel.tile_us * kernel.least_share) * of_tile,
         reread_share=kernel.reread_share,

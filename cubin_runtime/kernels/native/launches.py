@@ -100,8 +100,8 @@ def native_plan(
     grid: tuple[int, int, int],
     attributes: LaunchAttributes,
     values: Mapping[str, object],
-    caches: Mapping[str, str],
-    regions: tuple[Region, ...],
+    caches: Mapping[str, str] = MappingProxyType({}),
+    regions: tuple[Region, ...] = (),
     why: object,
     numbers: Sequence[str] = NUMBERS,
 ) -> LaunchPlan:

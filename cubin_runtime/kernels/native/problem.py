@@ -63,6 +63,19 @@ def kv_scale_strides(k: tuple[int, int], v: tuple[int, int]) -> dict[str, object
     }
 
 
+class CacheStrides(NamedTuple):
+    """Elements between pages (or requests), tokens and KV heads of one of K and V; ragged keys are one page."""
+
+    page: int
+    token: int
+    head: int
+
+
+def cache_strides(k: CacheStrides, v: CacheStrides) -> dict[str, object]:
+    """The stride fields of keys and of values."""
+    return {f"{name}_{of}_stride": getattr(by, of) for name, by in (("k", k), ("v", v)) for of in CacheStrides._fields}
+
+
 def page_size_log2(page_size: int) -> int:
     """The log2 by which kernels divide tokens: a page whose size is no power of two is the only one of its request."""
     return page_size.bit_length() - 1 if page_size.bit_count() == 1 else _ONLY_PAGE_LOG2

@@ -141,7 +141,6 @@ def append_launch(
         grid=selection.grid(problem),
         attributes=LaunchAttributes(programmatic_serialization=problem.programmatic_serialization),
         values={**problem.values(), **strides, "chunk_tokens": chunk},
-        caches={},
         regions=(STATUS,),
         why=selection,
         numbers=NUMBERS,

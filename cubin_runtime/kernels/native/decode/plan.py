@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import NamedTuple
 
 from ....artifacts.tables.native_kernels import NativeKernel
 from ....dtypes import BY_SHORT
@@ -15,20 +14,12 @@ from ....launch.workspace import Region
 from ....values import dataclass
 from ..constants import CONSTANTS
 from ..launches import KernelFile, NativeLaunch, native_plan, scratch_regions
-from ..problem import Problem, kv_scale_strides, page_size_log2
+from ..problem import CacheStrides, Problem, cache_strides, kv_scale_strides, page_size_log2
 from .grids import SEGMENTS, DecodeShape
 from .select import DecodeSelection
 
 _SWIZZLE_BYTES = 128  # the widest span; a longer row is several boxes of the same map
 _SUFFIXES = ((), ("",), (" 1", " 2"))  # of the regions of each launch, by the number of launches
-
-
-class CacheStrides(NamedTuple):
-    """Elements between pages, tokens of a page, and KV heads of one of K and V."""
-
-    page: int
-    token: int
-    head: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,21 +158,11 @@ def _regions(selection: DecodeSelection, problem: DecodeProblem, suffix: str) ->
 
 def cache_values(layout: StructLayout, problem: DecodeProblem, tile_tokens: int) -> dict[str, object]:
     """The fields that describe the caches: two descriptors, or strides."""
-    caches = {"k": problem.k_strides, "v": problem.v_strides}
-    if layout.descriptors:
-        pages = (problem.num_pages, problem.page_size, problem.kv_heads, problem.head_dim)
-        return {
-            f"{name}_map": _descriptor(problem.kv_dtype, pages, strides, tile_tokens)
-            for name, strides in caches.items()
-        }
-    values: dict[str, object] = {}
-    for name, strides in caches.items():
-        values |= {
-            f"{name}_page_stride": strides.page,
-            f"{name}_token_stride": strides.token,
-            f"{name}_head_stride": strides.head,
-        }
-    return values
+    if not layout.descriptors:
+        return cache_strides(problem.k_strides, problem.v_strides)
+    pages = (problem.num_pages, problem.page_size, problem.kv_heads, problem.head_dim)
+    caches = {"k_map": problem.k_strides, "v_map": problem.v_strides}
+    return {name: _descriptor(problem.kv_dtype, pages, strides, tile_tokens) for name, strides in caches.items()}
 
 
 @lru_cache(maxsize=256)  # batches of any size have the same caches

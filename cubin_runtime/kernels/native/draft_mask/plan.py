@@ -43,7 +43,6 @@ def draft_mask_launch(
         grid=selection.grid(problem.shape),
         attributes=LaunchAttributes(programmatic_serialization=problem.programmatic_serialization),
         values=problem.values(),
-        caches={},
         regions=(STATUS,),
         why=selection,
         numbers=(),

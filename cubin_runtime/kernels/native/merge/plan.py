@@ -56,8 +56,6 @@ def merge_launch(selection: MergeSelection, problem: MergeProblem, file: KernelF
         grid=selection.grid(problem),
         attributes=LaunchAttributes(programmatic_serialization=problem.programmatic_serialization),
         values=problem.values(),
-        caches={},
-        regions=(),
         why=selection,
         numbers=(),
     )

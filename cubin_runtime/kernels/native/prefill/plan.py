@@ -14,15 +14,8 @@ from ....launch.tensormap import TensorMapSpec
 from ....launch.workspace import Region
 from ....values import dataclass, replaced
 from ..launches import STATUS, KernelFile, NativeLaunch, native_plan
-from ..problem import LOG2_E, NUMBERS, kv_scale_strides, page_size_log2
-from .select import (
-    MOST_SPLITS,
-    ContextSelection,
-    ContextSelections,
-    ContextShape,
-    ConversionSelection,
-    PartsMerge,
-)
+from ..problem import LOG2_E, NUMBERS, CacheStrides, cache_strides, kv_scale_strides, page_size_log2
+from .select import MOST_SPLITS, ContextSelection, ContextSelections, ContextShape, ConversionSelection, PartsMerge
 
 _COUNTERS = Region("counters", 8, zeroed=True)
 _COPY = {"k_map": "converted_k", "v_map": "converted_v"}
@@ -31,15 +24,6 @@ _COPY = {"k_map": "converted_k", "v_map": "converted_v"}
 _BOX_BYTES = 128
 _WARPGROUP_ROWS = 64
 _NO_WINDOW = 1 << 30
-
-
-@dataclass(frozen=True, slots=True)
-class KvStrides:
-    """Elements between pages (or requests), tokens and KV heads of one of K and V; ragged keys are one page."""
-
-    page: int
-    token: int
-    head: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,8 +61,8 @@ class ContextProblem:
     q_strides: tuple[int, int]
     out_strides: tuple[int, int]
     lse_strides: tuple[int, int]
-    k_strides: KvStrides
-    v_strides: KvStrides
+    k_strides: CacheStrides
+    v_strides: CacheStrides
     k_scale_strides: tuple[int, int] = (0, 0)
     v_scale_strides: tuple[int, int] = (0, 0)
     scale_tensors: frozenset[str] = frozenset()
@@ -142,8 +126,8 @@ def _problem_of_copy(problem: ContextProblem) -> ContextProblem:
     """The problem over the 16-bit copy of the cache."""
     _, tokens = copy_of_cache(problem)
 
-    def strides(columns: int) -> KvStrides:
-        return KvStrides(problem.kv_heads * tokens * columns, columns, tokens * columns)
+    def strides(columns: int) -> CacheStrides:
+        return CacheStrides(problem.kv_heads * tokens * columns, columns, tokens * columns)
 
     return replaced(
         problem,
@@ -169,18 +153,13 @@ def _conversion_launch(
         Region("converted_k", token_bytes * problem.head_dim, lent=True),
         Region("converted_v", token_bytes * problem.value_dim, lent=True),
     )
-    strides = {
-        f"{name}_{of}_stride": getattr(by, of)
-        for name, by in (("k", problem.k_strides), ("v", problem.v_strides))
-        for of in ("page", "token", "head")
-    }
     plan = native_plan(
         selection.kernel,
         file,
         grid=selection.grid(shape),
         attributes=LaunchAttributes(programmatic_serialization=problem.programmatic_serialization),
         values={
-            **strides,
+            **cache_strides(problem.k_strides, problem.v_strides),
             **(dict.fromkeys(("seq_lens", "q_cu_seq_lens"), 0) if problem.ragged else {}),
             "table_stride": problem.table_stride,
             "v_table_offset": problem.v_table_offset,
@@ -192,7 +171,6 @@ def _conversion_launch(
             "page_size_log2": page_size_log2(problem.page_size),
             "num_pages": problem.num_pages,
         },
-        caches={},
         regions=(STATUS,),
         why=selection,
         numbers=() if problem.ragged else NUMBERS,
@@ -230,8 +208,6 @@ def _split_launches(
         grid=merge.grid(problem),
         attributes=LaunchAttributes(programmatic_serialization=True),  # it waits for the attention by itself
         values=_merge_values(merge, problem),
-        caches={},
-        regions=(),
         why=merge,
         numbers=(),
     )
@@ -353,7 +329,7 @@ def _query_map(problem: ContextProblem, packed: int) -> TensorMapSpec:
     )
 
 
-def _kv_map(problem: ContextProblem, columns: int, strides: KvStrides, tile_tokens: int) -> TensorMapSpec:
+def _kv_map(problem: ContextProblem, columns: int, strides: CacheStrides, tile_tokens: int) -> TensorMapSpec:
     """Boxes of the tokens of a tile that one page holds together; without pages a request, or all, are one."""
     tokens, pages = problem.kv_tokens, 1 if problem.ragged else problem.batch
     if problem.num_pages:

@@ -84,7 +84,6 @@ def sparse_mla_launch(
             "splits": selection.splits,
             "slack_tiles": selection.slack_tiles,
         },
-        caches={},
         regions=regions,
         why=selection,
         numbers=NUMBERS,

@@ -9,9 +9,10 @@ import pytest
 from cubin_runtime.artifacts.path import ArtifactPath
 from cubin_runtime.kernels.native.decode.grids import ANY_ROWS
 from cubin_runtime.kernels.native.decode.params import PAGED_DECODE_COPY, PAGED_DECODE_TMA
-from cubin_runtime.kernels.native.decode.plan import CacheStrides, DecodeProblem, decode_launches
+from cubin_runtime.kernels.native.decode.plan import DecodeProblem, decode_launches
 from cubin_runtime.kernels.native.decode.select import DecodeSelection
 from cubin_runtime.kernels.native.launches import WORKSPACE_FIELDS, KernelFile, NativeLaunch
+from cubin_runtime.kernels.native.problem import CacheStrides
 from cubin_runtime.launch.plan import LaunchPlan
 from cubin_runtime.launch.tensormap import TensorMapSpec
 from tests.kernels.decode_kernels import decode_kernel

@@ -13,7 +13,6 @@ from cubin_runtime.kernels.native.layouts import LAYOUTS
 from cubin_runtime.kernels.native.prefill.params import CONTEXT_ATTENTION, CONTEXT_ATTENTION_E4M3
 from cubin_runtime.kernels.native.prefill.plan import (
     ContextProblem,
-    KvStrides,
     context_launch,
     context_launches,
     copy_of_cache,
@@ -23,6 +22,7 @@ from cubin_runtime.kernels.native.prefill.select import (
     select_context_attention,
     select_context_launches,
 )
+from cubin_runtime.kernels.native.problem import CacheStrides
 from cubin_runtime.launch.plan import LaunchPlan
 from cubin_runtime.launch.tensormap import check_tensor_map
 from tests.kernels.context_examples import KERNELS
@@ -51,8 +51,8 @@ RAGGED = ContextProblem(
     q_strides=(24 * 128, 128),
     out_strides=(24 * 128, 128),
     lse_strides=(24, 1),
-    k_strides=KvStrides(128, 256, 128),
-    v_strides=KvStrides(128, 256, 128),
+    k_strides=CacheStrides(128, 256, 128),
+    v_strides=CacheStrides(128, 256, 128),
     table_stride=0,
 )
 PAGED = replace(
@@ -61,8 +61,8 @@ PAGED = replace(
     ragged=False,
     page_size=16,
     num_pages=90,
-    k_strides=KvStrides(16 * 512, 512, 256),
-    v_strides=KvStrides(16 * 512, 512, 256),
+    k_strides=CacheStrides(16 * 512, 512, 256),
+    v_strides=CacheStrides(16 * 512, 512, 256),
     table_stride=64,
 )
 
@@ -134,7 +134,7 @@ def test_scales_of_e4m3_have_a_stride_of_requests_and_of_heads() -> None:
 
 
 def test_strides_of_keys_and_values_are_their_own() -> None:
-    given = plan(replace(PAGED, v_strides=KvStrides(1 << 14, 1024, 128))).values
+    given = plan(replace(PAGED, v_strides=CacheStrides(1 << 14, 1024, 128))).values
     assert given["k_map"].strides == (1024, 512, 16 * 1024)
     assert given["v_map"].strides == (2048, 256, 1 << 15)
 
