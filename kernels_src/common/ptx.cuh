@@ -86,6 +86,16 @@ DEVICE uint64_t l2_policy() {
     return policy;
 }
 
+DEVICE void bulk_copy(uint32_t destination, const void* source, uint32_t bytes, uint32_t barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(destination),
+        "l"(source), "r"(bytes), "r"(barrier)
+        : "memory");
+}
+
+// Orders what others wrote to global memory, and this thread acquired, before bulk copies that it begins.
+DEVICE void fence_async_proxy_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+
 DEVICE void prefetch_tensor_map(const void* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 
 DEVICE void tma_load_4d(uint32_t destination, const void* map, uint32_t barrier, int c0, int c1, int c2, int c3,

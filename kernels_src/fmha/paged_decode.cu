@@ -67,6 +67,8 @@ DEVICE void initialise_barriers(SharedStorage& shared) {
 #pragma unroll
     for (int i = 0; i < (WARPGROUP_MMA && !CONVERTS ? KV_PARTITIONS : 0); ++i)
         mbarrier_init(shared_address(&shared.cleared[i]), STAGE_READERS);
+#pragma unroll
+    for (int i = 0; i < RING_GROUPS; ++i) mbarrier_init(shared_address(&shared.partials_full[i]), 1);
 #if USE_TMA
     fence_mbarrier_init();
 #endif

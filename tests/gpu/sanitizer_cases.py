@@ -41,13 +41,18 @@ from tests.gpu.sanitizer_sparse_mla import sparse_mla_all
 
 BUILT = Path(__file__).resolve().parents[2] / "build" / "artifacts"
 FAMILIES = ("decode", "mla", "reduction", "copying", "context", "sparse_mla")
-MOST_CASES = 188
+MOST_CASES = 190
 MLA_CASES = 62
 MOST_TRIES = 60  # to find cases that take a kernel
 LSES = ((3, 5), (33, 64))
 # Tiles shared by CTAs with a ragged end, empty requests, fewer keys than queries, a length of one.
 LENGTHS = ((700,), (0, 65, 129), (300, 3, 0, 17), (1, 400))
 MASKS = ("none", "tree", "any", "chain", "tree")
+# Of so many segments, partials pass through shared memory before they are folded.
+MANY_SEGMENTS = (
+    DecodeCase((7000,), 7000, kv_heads=1, batch_invariant=True),
+    DecodeCase((9000,), 9000, kv_heads=1, head_dim=64, kv_dtype="e4m3", q_dtype="bf16", batch_invariant=True),
+)
 
 
 def spread_cases(traits: Mapping[str, object], count: int, first: int = 0) -> list[DecodeCase]:
@@ -95,9 +100,9 @@ def _spread(traits: Mapping[str, object], index: int) -> DecodeCase:
 
 def cases_of(kernels: list[NativeKernel], device: DeviceFacts) -> list[DecodeCase]:
     """As many cases that take each kernel as the whole may have, options going on from kernel to kernel."""
-    each = (MOST_CASES - MLA_CASES - len(CASES) - len(LSES)) // len(kernels)
+    each = (MOST_CASES - MLA_CASES - len(CASES) - len(LSES) - len(MANY_SEGMENTS)) // len(kernels)
     assert each, f"{len(kernels)} kernels, more than {MOST_CASES} cases hold"
-    found: list[DecodeCase] = []
+    found = list(MANY_SEGMENTS)
     for kernel in kernels:
         tried = spread_cases(kernel.traits, MOST_TRIES, len(found))
         found += [case for case in tried if _takes(kernel, case, kernels, device)][:each]

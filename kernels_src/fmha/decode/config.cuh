@@ -154,6 +154,8 @@ constexpr bool FOLDS_IN_SHARED = SEGMENTS && WARPGROUP_MMA && !HALVES;
 
 constexpr int MERGED_ROWS = SEGMENTS && WARPGROUP_MMA ? 0 : ROWS;  // in shared memory
 
+constexpr int RING_GROUPS = SEGMENTS && !WARPGROUP_MMA ? 2 : 0;  // of partials that are folded
+
 struct alignas(128) SharedStorage {
     char stages[STAGES][STAGE_BYTES];  // dynamic shared memory begins at a multiple of 1024
     char query_tile[SEGMENTS && WARPGROUP_MMA ? ROWS * HEAD_DIM * 2 : 0];  // as the products read it, by spans
@@ -186,6 +188,7 @@ struct alignas(128) SharedStorage {
     alignas(8) uint64_t converted_full[CONVERTS ? CONVERTED_STAGES : 0];
     alignas(8) uint64_t converted_empty[CONVERTS ? CONVERTED_STAGES : 0];
     alignas(8) uint64_t cleared[WARPGROUP_MMA && !CONVERTS ? KV_PARTITIONS : 0];
+    alignas(8) uint64_t partials_full[RING_GROUPS];
 #if SEGMENTS
     int arrived_last;
 #endif

@@ -20,6 +20,9 @@ constexpr int TEAM_WARPS = KV_PARTITIONS, TEAM = 32 * TEAM_WARPS;
 constexpr int TEAM_BARRIER = CONSUMER_BARRIER + 1;  // and up, one for each team
 constexpr int WARP_TOKENS = TILE_TOKENS / TEAM_WARPS, BLOCKS = WARP_TOKENS / 16;
 constexpr int WARP_DIMS = HEAD_DIM / TEAM_WARPS, DIM_BLOCKS = WARP_DIMS / 16;
+constexpr int FEW_PARTIALS = 12;  // more are copied to shared memory before they are folded
+// Loads of keys, and of values, that are under way before the products that need them; more would spill.
+constexpr int KEYS_AHEAD = HEAD_DIM == 128 ? 2 : 0, VALUES_AHEAD = HEAD_DIM == 128 ? 1 : 0;
 
 // The thread's part of O^T: rows 2 (lane % 4) + {0, 1} of a row tile, and two dims of a block (dim_of_value).
 using Output = float[ROW_TILES][DIM_BLOCKS][4];
@@ -116,14 +119,24 @@ DEVICE void multiply_keys(uint32_t stage, const Queries& queries, const SharedSt
 #pragma unroll
             for (int i = 0; i < 4; ++i) s[b][n][i] = 0.f;
     constexpr int STEPS = KV_E4M3 ? 2 : 1;  // in 32 bytes
+    constexpr int LOADS = K_STEPS / STEPS;
+    static_assert(KEYS_AHEAD < LOADS, "the first loads exist");
+    uint32_t loaded[KEYS_AHEAD + 1][BLOCKS][4];  // tokens 0-7 and 8-15 of 16 bytes, then of the next 16
+    const auto load = [&](int number) {
 #pragma unroll
-    for (int step = 0; step < K_STEPS; step += STEPS)
+        for (int b = 0; b < BLOCKS; ++b)
+            ldmatrix_x4(loaded[number % (KEYS_AHEAD + 1)][b], step_address(keys, number) + b * 16 * SPAN);
+    };
 #pragma unroll
-        for (int b = 0; b < BLOCKS; ++b) {
-            uint32_t raw[4];  // tokens 0-7 and 8-15 of 16 bytes, then of the next 16
-            ldmatrix_x4(raw, step_address(keys, step / STEPS) + b * 16 * SPAN);
+    for (int ahead = 0; ahead < KEYS_AHEAD; ++ahead) load(ahead);
 #pragma unroll
-            for (int half = 0; half < STEPS; ++half) {
+    for (int number = 0; number < LOADS; ++number) {
+        if (number + KEYS_AHEAD < LOADS) load(number + KEYS_AHEAD);
+#pragma unroll
+        for (int half = 0; half < STEPS; ++half)
+#pragma unroll
+            for (int b = 0; b < BLOCKS; ++b) {
+                const uint32_t (&raw)[4] = loaded[number % (KEYS_AHEAD + 1)][b];
                 uint32_t k[4] = {raw[0], raw[1], raw[2], raw[3]};
                 if constexpr (KV_E4M3) {
                     convert_e4m3(raw[half * 2], k[0], k[2]);
@@ -131,11 +144,11 @@ DEVICE void multiply_keys(uint32_t stage, const Queries& queries, const SharedSt
                 }
 #pragma unroll
                 for (int n = 0; n < ROW_TILES; ++n) {
-                    const uint2 q = queries.get(shared, n, step + half);
+                    const uint2 q = queries.get(shared, n, number * STEPS + half);
                     multiply(s[b][n], k, q.x, q.y);
                 }
             }
-        }
+    }
 }
 
 // -inf where a row does not see the key, in a KV tile that begins at key `tile_token`.
@@ -221,47 +234,53 @@ DEVICE void multiply_values(uint32_t stage, int low, int high, const uint16_t (*
     const uint32_t values =
         stage + (KV_E4M3 ? tile_address(0, lane, warp_of_team() * (WARP_DIMS / 16))
                          : tile_address(0, lane / 16 * 8 + lane % 8, warp_of_team() * (WARP_DIMS / 8) + lane / 8 % 2));
-#pragma unroll
-    for (int pair = 0; pair < TILE_TOKENS / 32; ++pair) {
-        uint32_t p[ROW_TILES][4];  // of two steps of 16 tokens
+    constexpr int PAIRS = TILE_TOKENS / 32, STEPS = KV_E4M3 ? 1 : 2;  // loads of values for a pair of 16 tokens
+    uint32_t p[VALUES_AHEAD + 1][ROW_TILES][4], loaded[VALUES_AHEAD + 1][STEPS][DIM_BLOCKS][4];
+    const auto load = [&](int pair) {
 #pragma unroll
         for (int n = 0; n < ROW_TILES; ++n)
-            ldmatrix_x4(p[n], shared_address(&probability[n * 8 + lane % 8][pair * 32 + lane / 8 * 8]));
-        uint32_t raw[KV_E4M3 ? DIM_BLOCKS : 1][4];  // 8 tokens each
-        if constexpr (KV_E4M3)
+            ldmatrix_x4(p[pair % (VALUES_AHEAD + 1)][n],
+                        shared_address(&probability[n * 8 + lane % 8][pair * 32 + lane / 8 * 8]));
 #pragma unroll
-            for (int d = 0; d < DIM_BLOCKS; ++d) ldmatrix_x4_trans(raw[d], (values ^ (d * 16)) + pair * 32 * SPAN);
+        for (int step = 0; step < STEPS; ++step)
+#pragma unroll
+            for (int d = 0; d < DIM_BLOCKS; ++d)
+                ldmatrix_x4_trans(loaded[pair % (VALUES_AHEAD + 1)][step][d],
+                                  (values ^ (d * (KV_E4M3 ? 16 : 32))) + (pair * 32 + step * 16) * SPAN);
+    };
+#pragma unroll
+    for (int ahead = 0; ahead < VALUES_AHEAD; ++ahead) load(ahead);
+#pragma unroll
+    for (int pair = 0; pair < PAIRS; ++pair) {
+        if (pair + VALUES_AHEAD < PAIRS) load(pair + VALUES_AHEAD);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int token = pair * 32 + half * 16;
             uint32_t keep[2] = {~0u, ~0u};  // of tokens 2 (lane % 4) + {0, 1}, and those + 8
             if constexpr (EDGE) {
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
-                    const int own = token + i * 8 + lane % 4 * 2;
+                    const int own = pair * 32 + half * 16 + i * 8 + lane % 4 * 2;
                     keep[i] = (own >= low && own < high ? 0x0000ffffu : 0u) |
                               (own + 1 >= low && own + 1 < high ? 0xffff0000u : 0u);
                 }
             }
 #pragma unroll
             for (int d = 0; d < DIM_BLOCKS; ++d) {
+                const uint32_t (&raw)[4] = loaded[pair % (VALUES_AHEAD + 1)][KV_E4M3 ? 0 : half][d];
                 uint32_t v[4];
                 if constexpr (KV_E4M3) {
 #pragma unroll
-                    for (int i = 0; i < 2; ++i) {
-                        uint32_t& four = raw[d][half * 2 + i];
-                        if (EDGE) four &= keep[i];
+                    for (int i = 0; i < 2; ++i)
                         // both tokens of the even dim, then of the odd one
-                        convert_e4m3(__byte_perm(four, 0, 0x3120), v[i * 2], v[i * 2 + 1]);
-                    }
+                        convert_e4m3(__byte_perm(raw[half * 2 + i] & keep[i], 0, 0x3120), v[i * 2], v[i * 2 + 1]);
                 } else {
-                    ldmatrix_x4_trans(v, (values ^ (d * 32)) + token * SPAN);
 #pragma unroll
-                    for (int i = 0; i < 4; ++i)
-                        if (EDGE) v[i] &= keep[i / 2];
+                    for (int i = 0; i < 4; ++i) v[i] = raw[i] & keep[i / 2];
                 }
 #pragma unroll
-                for (int n = 0; n < ROW_TILES; ++n) multiply(out[n][d], v, p[n][half * 2], p[n][half * 2 + 1]);
+                for (int n = 0; n < ROW_TILES; ++n)
+                    multiply(out[n][d], v, p[pair % (VALUES_AHEAD + 1)][n][half * 2],
+                             p[pair % (VALUES_AHEAD + 1)][n][half * 2 + 1]);
             }
         }
     }
@@ -334,10 +353,9 @@ DEVICE void write_partial(const Params& p, int slot, const WorkTile& work, const
                           const Statistics& statistics) {
 #pragma unroll
     for (int n = 0; n < ROW_TILES; ++n)
-        if (first_team_row() + row_of_value(n, 0) < work.rows.count)
 #pragma unroll
-            for (int d = 0; d < DIM_BLOCKS; ++d)
-                *partial_of(p, slot, n, d) = make_float4(out[n][d][0], out[n][d][1], out[n][d][2], out[n][d][3]);
+        for (int d = 0; d < DIM_BLOCKS; ++d)
+            *partial_of(p, slot, n, d) = make_float4(out[n][d][0], out[n][d][1], out[n][d][2], out[n][d][3]);
     if (RowSums::has_row() && threadIdx.x % 4 == 0)
         static_cast<float2*>(p.partial_statistics)[slot_row(slot, first_team_row() + RowSums::row())] =
             make_float2(statistics.maximum, statistics.sum);
@@ -382,39 +400,113 @@ DEVICE void finish(const Params& p, const WorkTile& work, float scale, float out
     named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);  // the memory is free for the next work tile
 }
 
-// Folds all partials of an output tile from the left and writes its rows. 32 at a time, whose factors the lanes compute
-// together, because only maxima go into them; what is left for one after the other is a product and a sum.
-DEVICE void fold_partials(const Params& p, const WorkRange& range, const WorkTile& work, float scale,
-                          float output_scale, SharedStorage& shared) {
-    // float4 of partials in flight together: as many as leave registers for the CTAs of a multiprocessor.
-    constexpr int CELLS_IN_FLIGHT = CTAS_PER_SM > 2 ? 4 : 32 / ROW_TILES / CTAS_PER_SM;
-    constexpr int IN_FLIGHT = CELLS_IN_FLIGHT / (ROW_TILES * DIM_BLOCKS), OWN_ROWS = ROWS / CONSUMER_WARPS;
-    static_assert(32 % IN_FLIGHT == 0, "a partial's registers follow from its lane");
+// Partials that are folded, on their way to the memory of stages in groups.
+struct PartialRing {
+    static constexpr int BYTES = ROW_TILES * DIM_BLOCKS * CONSUMERS * 16;  // of a partial
+    static constexpr int FITTING = STAGES * STAGE_BYTES / BYTES;
+    static constexpr int GROUP = FITTING < 16 ? 4 : FITTING < 32 ? 8 : 16;  // partials
+    static_assert(FITTING >= RING_GROUPS * GROUP, "partials lie in stages");
+
+    SharedStorage& shared;
+    int taken = 0;  // groups
+    DEVICE explicit PartialRing(SharedStorage& shared) : shared(shared) {}
+
+    // By one warp: begins to copy the group from `first` on of `count` partials, which will be taken after `ahead`
+    // others. The lanes have the slots of 32 partials.
+    DEVICE void begin(const Params& p, int first, int count, int slots, int ahead) const {
+        const int lane = threadIdx.x % 32, slot = __shfl_sync(~0u, slots, (first + lane) % 32);
+        count = min(GROUP, count - first);
+        const int turn = (taken + ahead) % RING_GROUPS;
+        if (count <= 0) return;
+        const uint32_t full = shared_address(&shared.partials_full[turn]);
+        if (lane == 0) mbarrier_arrive_expect_bytes(full, count * BYTES);
+        __syncwarp();
+        if (lane < count)
+            bulk_copy(shared_address(shared.stages) + (turn * GROUP + lane) * BYTES,
+                      static_cast<const char*>(p.partial_out) + static_cast<int64_t>(slot) * BYTES, BYTES, full);
+    }
+
+    // Waits for the next group. Returns this thread's part of its first partial.
+    DEVICE const float4* take() {
+        const int turn = taken % RING_GROUPS, parity = taken / RING_GROUPS % 2;
+        mbarrier_wait(shared_address(&shared.partials_full[turn]), parity);
+        ++taken;
+        return reinterpret_cast<const float4*>(shared.stages) + turn * GROUP * (BYTES / 16) + threadIdx.x;
+    }
+};
+
+// Folds all partials of an output tile from the left and writes its rows: for few of them, or where the producers
+// already load keys of another output tile.
+DEVICE void fold_few(const Params& p, const Partials& partials, const WorkTile& work, float scale, float output_scale,
+                     SharedStorage& shared) {
+    // As many float4 in flight as leave registers for the CTAs of a multiprocessor.
+    constexpr int CELLS = CTAS_PER_SM > 2 ? 4 : 8, BATCH = CELLS / (ROW_TILES * DIM_BLOCKS);
+    Folded folded;
+    folded.clear();
+    RowSums sums;
+#pragma unroll 1
+    for (int first = 0; first < partials.count; first += BATCH) {
+        const int lane_slot = partials.slot(min(first + static_cast<int>(threadIdx.x) % BATCH, partials.count - 1));
+        float4 loaded[BATCH][ROW_TILES][DIM_BLOCKS];
+        RowValues maximum[BATCH];
+        Statistics statistics[BATCH];
+        const float2* all = static_cast<const float2*>(p.partial_statistics);
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i) {
+            const int slot = __shfl_sync(~0u, lane_slot, i);
+#pragma unroll
+            for (int n = 0; n < ROW_TILES; ++n) {
+#pragma unroll
+                for (int j = 0; j < 2; ++j)
+                    maximum[i][n][j] = __ldcg(&all[slot_row(slot, first_team_row() + row_of_value(n, j))].x);
+#pragma unroll
+                for (int d = 0; d < DIM_BLOCKS; ++d) loaded[i][n][d] = __ldcg(partial_of(p, slot, n, d));
+            }
+            if (RowSums::has_row()) {
+                const float2 own = __ldcg(all + slot_row(slot, first_team_row() + RowSums::row()));
+                statistics[i] = {own.x, own.y};
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i) {
+            if (first + i >= partials.count) break;
+            Output part;
+#pragma unroll
+            for (int n = 0; n < ROW_TILES; ++n)
+#pragma unroll
+                for (int d = 0; d < DIM_BLOCKS; ++d) {
+                    const float4 four = loaded[i][n][d];
+                    part[n][d][0] = four.x, part[n][d][1] = four.y, part[n][d][2] = four.z, part[n][d][3] = four.w;
+                }
+            folded.fold(maximum[i], part, scale);
+            if (RowSums::has_row()) sums.fold(statistics[i], scale);
+        }
+    }
+    finish(p, work, scale, output_scale, folded, sums.folded, shared);
+}
+
+// The same for many partials, when the CTA's stages are free. 32 at a time, whose factors the lanes compute together,
+// because only maxima go into them; what is left for one after the other is a product and a sum.
+DEVICE void fold_many(const Params& p, const Partials& partials, const WorkTile& work, float scale, float output_scale,
+                      SharedStorage& shared) {
+    constexpr int GROUP = PartialRing::GROUP, UNROLLED = 4, OWN_ROWS = ROWS / CONSUMER_WARPS;
     const int lane = threadIdx.x % 32, first_own = threadIdx.x / 32 * OWN_ROWS;
-    const Partials partials(p, range, work);
-    const auto slot_of = [&](int partial) { return partial < partials.count ? partials.slot(partial) : -1; };
-    int slot = slot_of(lane), next_slot = slot_of(32 + lane);  // of this lane's partials, in these 32 and the next
-    float2 statistics[OWN_ROWS];  // of that partial, the rows from `first_own` on
+    PartialRing ring(shared);
+    // Behind the last partial it comes again, which raises no maximum.
+    const auto slot_of = [&](int partial) { return partials.slot(min(partial, partials.count - 1)); };
+    int slots = slot_of(lane);  // of these 32 partials
+    if (threadIdx.x < 32) {
+        fence_async_proxy_global();
+#pragma unroll 1
+        for (int i = 0; i < RING_GROUPS; ++i) ring.begin(p, i * GROUP, partials.count, slots, i);
+    }
+    float2 statistics[OWN_ROWS];  // of this lane's partial, the rows from `first_own` on
     const auto load_statistics = [&](int slot) {
 #pragma unroll
         for (int i = 0; i < OWN_ROWS; ++i)
-            statistics[i] =
-                slot < 0 ? make_float2(-INFINITY, 0.f)
-                         : __ldcg(static_cast<const float2*>(p.partial_statistics) + slot_row(slot, first_own + i));
+            statistics[i] = __ldcg(static_cast<const float2*>(p.partial_statistics) + slot_row(slot, first_own + i));
     };
-    float4 loaded[IN_FLIGHT][ROW_TILES][DIM_BLOCKS];
-    const auto load = [&](float4(&to)[ROW_TILES][DIM_BLOCKS], int slot) {
-#pragma unroll
-        for (int n = 0; n < ROW_TILES; ++n)
-#pragma unroll
-            for (int d = 0; d < DIM_BLOCKS; ++d)
-                if (first_team_row() + row_of_value(n, 0) < work.rows.count)
-                    to[n][d] = __ldcg(partial_of(p, slot, n, d));
-    };
-    load_statistics(slot);
-#pragma unroll
-    for (int l = 0; l < IN_FLIGHT; ++l)
-        if (l < partials.count) load(loaded[l], __shfl_sync(~0u, slot, l));
+    load_statistics(slots);
     float maximum[OWN_ROWS];
 #pragma unroll
     for (int i = 0; i < OWN_ROWS; ++i) maximum[i] = -INFINITY;
@@ -443,41 +535,51 @@ DEVICE void fold_partials(const Params& p, const WorkRange& range, const WorkTil
             if (lane == 0) shared.maximum[first_own + i] = maximum[i];
         }
         named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);  // all factors are there
-        load_statistics(next_slot);
+        const int next_slots = slot_of(first + 32 + lane);
+        load_statistics(next_slots);
         const int count = min(32, partials.count - first);
 #pragma unroll 1
-        for (int base = 0; base < count; base += IN_FLIGHT)
-#pragma unroll
-            for (int l = 0; l < IN_FLIGHT; ++l) {
-                const int i = base + l, ahead = i + IN_FLIGHT;
-                if (i >= count) break;
+        for (int base = 0; base < count; base += GROUP) {
+            const float4* group = ring.take();
+            const auto fold = [&](int i) {
 #pragma unroll
                 for (int n = 0; n < ROW_TILES; ++n) {
-                    const float4 both =
-                        *reinterpret_cast<const float4*>(&folding.factor[i][first_team_row() + row_of_value(n, 0)]);
+                    const float4 both = *reinterpret_cast<const float4*>(
+                        &folding.factor[base + i][first_team_row() + row_of_value(n, 0)]);
                     const segments::Fold by[2] = {{both.x, both.y}, {both.z, both.w}};
 #pragma unroll
                     for (int d = 0; d < DIM_BLOCKS; ++d) {
                         float (&out)[4] = folded.out[n][d];
-                        const float4 part = loaded[l][n][d];
+                        const float4 part = group[((i * ROW_TILES + n) * DIM_BLOCKS + d) * CONSUMERS];
                         out[0] = by[0](out[0], part.x), out[1] = by[1](out[1], part.y);
                         out[2] = by[0](out[2], part.z), out[3] = by[1](out[3], part.w);
                     }
                 }
-                if (first + ahead < partials.count)
-                    load(loaded[l], __shfl_sync(~0u, ahead < 32 ? slot : next_slot, ahead % 32));
-            }
+            };
+            const int of_group = min(GROUP, count - base);
+            int i = 0;
+#pragma unroll 1
+            for (; i + UNROLLED <= of_group; i += UNROLLED)  // without branches, one hides the latency of another
+#pragma unroll
+                for (int l = 0; l < UNROLLED; ++l) fold(i + l);
+#pragma unroll 1
+            for (; i < of_group; ++i) fold(i);
+            fence_async_proxy();
+            named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);  // all have read the group
+            const int ahead = base + RING_GROUPS * GROUP;
+            if (threadIdx.x < 32)
+                ring.begin(p, first + ahead, partials.count, ahead < 32 ? slots : next_slots, RING_GROUPS - 1);
+        }
         if (RowSums::has_row()) {
             const int row = first_team_row() + RowSums::row();
-#pragma unroll 4
+#pragma unroll 8
             for (int i = 0; i < count; ++i) {
                 const float2 factor = folding.factor[i][row];
                 sums.folded.sum = segments::Fold{factor.x, factor.y}(sums.folded.sum, folding.sum[i][row]);
             }
             sums.folded.maximum = shared.maximum[row];
         }
-        slot = next_slot;
-        next_slot = slot_of(first + 64 + lane);
+        slots = next_slots;
         named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);  // all have read the factors
     }
     finish(p, work, scale, output_scale, folded, sums.folded, shared);
@@ -528,52 +630,57 @@ DEVICE void consume(const Params& p, const WorkRange& range, SharedStorage& shar
             if (!all_rows_see(p, r, token_of(tile))) mask(work, token_of(tile), shared, s);
             tell_maxima(s, exchange.top[tile % 2][warp_of_team()]);
         };
-        if (work.first < end) {
-            score(work.first);
-            named_barrier_sync<TEAM>(team_barrier);
-            tell_probabilities(s, scale.log2, work.first % 2, exchange, maximum, factor);
-        }
+        // The loop computes the first scores too, since code that runs once costs the time to fetch it.
 #pragma unroll 1
-        for (int tile = work.first; tile < end; ++tile) {
-            const int turn = tile % 2, token = token_of(tile);
-            if (tile + 1 < end) score(tile + 1);
+        for (int tile = work.first - 1; tile < end; ++tile) {
+            const bool has_next = tile + 1 < end;
+            if (has_next) score(tile + 1);
             named_barrier_sync<TEAM>(team_barrier);
+            if (tile >= work.first) {
+                const int turn = tile % 2, token = token_of(tile);
 #pragma unroll
-            for (int n = 0; n < ROW_TILES; ++n)
+                for (int n = 0; n < ROW_TILES; ++n)
 #pragma unroll
-                for (int d = 0; d < DIM_BLOCKS; ++d)
+                    for (int d = 0; d < DIM_BLOCKS; ++d)
 #pragma unroll
-                    for (int i = 0; i < 4; ++i) out[n][d][i] = __fmul_rn(out[n][d][i], factor[n][i % 2]);
-            mbarrier_wait(shared_address(&shared.full[values.index]), values.phase);
-            const uint32_t stage = shared_address(shared.stages[values.index]);
-            if (token >= work.begin && token + TILE_TOKENS <= r.kv_len)
-                multiply_values<false>(stage, 0, 0, exchange.probability[turn], out);
-            else
-                multiply_values<true>(stage, work.begin - token, r.kv_len - token, exchange.probability[turn], out);
-            release(shared, values);
-            values.advance(2);
-            if (RowSums::has_row()) sums.add(exchange, turn);
-            if (ends_segment(r, tile) || tile + 1 == end) {
-                Statistics statistics;
-                if (RowSums::has_row()) statistics = sums.close(exchange, turn);
-                if (is_prefix) {
-                    folded.fold(maximum, out, scale.log2);
-                    sums.fold(statistics, scale.log2);
-                } else {
-                    write_partial(p, slot++, work, out, statistics);
+                        for (int i = 0; i < 4; ++i) out[n][d][i] = __fmul_rn(out[n][d][i], factor[n][i % 2]);
+                mbarrier_wait(shared_address(&shared.full[values.index]), values.phase);
+                const uint32_t stage = shared_address(shared.stages[values.index]);
+                if (token >= work.begin && token + TILE_TOKENS <= r.kv_len)
+                    multiply_values<false>(stage, 0, 0, exchange.probability[turn], out);
+                else
+                    multiply_values<true>(stage, work.begin - token, r.kv_len - token, exchange.probability[turn], out);
+                release(shared, values);
+                values.advance(2);
+                if (RowSums::has_row()) sums.add(exchange, turn);
+                if (ends_segment(r, tile) || tile + 1 == end) {
+                    Statistics statistics;
+                    if (RowSums::has_row()) statistics = sums.close(exchange, turn);
+                    if (is_prefix) {
+                        folded.fold(maximum, out, scale.log2);
+                        sums.fold(statistics, scale.log2);
+                    } else {
+                        write_partial(p, slot++, work, out, statistics);
+                    }
+                    clear(out);
+#pragma unroll
+                    for (int n = 0; n < ROW_TILES; ++n) maximum[n][0] = maximum[n][1] = -INFINITY;
                 }
-                clear(out);
-#pragma unroll
-                for (int n = 0; n < ROW_TILES; ++n) maximum[n][0] = maximum[n][1] = -INFINITY;
             }
-            if (tile + 1 < end) tell_probabilities(s, scale.log2, turn ^ 1, exchange, maximum, factor);
+            if (has_next) tell_probabilities(s, scale.log2, (tile + 1) % 2, exchange, maximum, factor);
         }
         if (is_prefix) {
             if (work.last == r.kv_tiles) return finish(p, work, scale.log2, output_scale, folded, sums.folded, shared);
             write_partial(p, first_slot(p, range, range.cta_group), work, folded.out, sums.folded);
         }
         // Also: all have read what the warps told each other, and what the rows see.
-        if (arrives_last(p, work, shared)) fold_partials(p, range, work, scale.log2, output_scale, shared);
+        if (!arrives_last(p, work, shared)) return;
+        const Partials partials(p, range, work);
+        const bool stages_are_free = work.space_offset + work.last >= range.group_offset + range.first + range.kv_tiles;
+        if (stages_are_free && partials.count > FEW_PARTIALS)
+            fold_many(p, partials, work, scale.log2, output_scale, shared);
+        else
+            fold_few(p, partials, work, scale.log2, output_scale, shared);
     });
 }
 

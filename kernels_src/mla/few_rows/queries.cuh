@@ -4,13 +4,6 @@
 
 namespace paged_mla_decode {
 
-DEVICE void bulk_copy(uint32_t destination, const void* source, uint32_t bytes, uint32_t barrier) {
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(destination),
-        "l"(source), "r"(bytes), "r"(barrier)
-        : "memory");
-}
-
 // Row R of a request is head R % heads of its query token R / heads. Each warp copies some of the rows that exist, of
 // those in the stage; as many lanes more copy rope columns in memory of their own.
 DEVICE void copy_queries(const Params& p, const WorkTile& work, uint32_t stage, uint32_t full, int warp) {
