@@ -153,6 +153,28 @@ def test_how_layers_run_a_step() -> None:
     assert AttentionBackendRegistry.get_handler(NAME) is forward_method
 
 
+@pytest.mark.parametrize(("lens", "is_replayed"), [([0, 0], True), (None, True), ([0, 64], False)])
+def test_prompts_behind_cached_keys_run_without_a_graph(
+    monkeypatch: pytest.MonkeyPatch, lens: list[int] | None, is_replayed: bool
+) -> None:
+    from sglang.srt.model_executor.runner.prefill_cuda_graph_runner import PrefillCudaGraphRunner
+
+    name = "can_replay_locally" if hasattr(PrefillCudaGraphRunner, "can_replay_locally") else "can_run_graph"
+    monkeypatch.setattr(PrefillCudaGraphRunner, name, lambda *_, **__: True)
+    made = backend()
+    backend()
+    steps = [] if name == "can_replay_locally" else [SimpleNamespace(extend_prefix_lens_cpu=lens)]
+    named = {} if steps else {"prefix_lens": lens}
+    others = SimpleNamespace()
+    for attn_backend, expected in (
+        (made, is_replayed),
+        (SimpleNamespace(prefill_backend=made), is_replayed),
+        (others, True),
+    ):
+        graphs = SimpleNamespace(model_runner=SimpleNamespace(attn_backend=attn_backend))
+        assert getattr(PrefillCudaGraphRunner, name)(graphs, *steps, **named) is expected
+
+
 def test_the_engine_finds_its_pools_by_the_backend_of_a_step() -> None:
     made = runner()
     with forward_context(ForwardContext(attn_backend=ATTENTION_BACKENDS[NAME](made))):
