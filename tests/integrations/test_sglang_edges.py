@@ -161,6 +161,13 @@ def test_a_layer_that_is_not_a_plain_decoder_is_refused(attended: list[Any], cha
     assert attended == []
 
 
+def test_layers_that_see_the_keys_of_a_chunk_alone_are_refused_at_start() -> None:
+    layers = torch.nn.ModuleList([layer_of(), layer_of(use_irope=True)])
+    assert backend(model=layers).max_context_len == MAX_LEN
+    with pytest.raises(UsageError, match="use_irope=True, attention_chunk_size=32"):
+        backend(model=layers, attention_chunk_size=32)
+
+
 BOTH_WAYS = AttentionType.DECODER_BIDIRECTIONAL
 UNLIKE = [{"is_multimodal": True}, {"hf_text_config": SimpleNamespace(use_bidirectional_attention=True)}]
 
