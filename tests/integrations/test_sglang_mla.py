@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("SGLang is not importable (tools/stage_engines.py, make test-engines)", allow_module_level=True)
 # isort: off
-from tests.integrations.sglang_steps import NAME, batch, server_flags  # noqa: E402  (first: it imports SGLang)
+from tests.integrations.sglang_steps import NAME, batch, branching, server_flags  # noqa: E402  (first: it imports SGLang)
 from tests.integrations.sglang_mla_steps import BF16, FP8, HEADS, LATENT, MAX_LEN, PAGE, backend, forward, layer_of  # noqa: E402
 from tests.integrations.sglang_mla_steps import pool_of, prompt_layer, runner  # noqa: E402
 
@@ -87,6 +87,17 @@ def test_draft_tokens_are_verified_as_several_tokens_of_a_request(standin: Stand
     sent = last(standin)
     assert (sent["batch"], sent["q_len"], sent["tokens"], out.shape[0]) == (2, 4, 8, 8)
     assert (integers(sent["seq_lens"], 2), sent["mask"], sent["q_cu_seq_lens"]) == ([44, 134], 0, 0)
+
+
+def test_ngrams_are_verified_as_the_branches_that_they_are(standin: StandIn, flags: SimpleNamespace) -> None:
+    with_drafts(flags, 4)
+    flags.speculative_algorithm = "NGRAM"
+    made, step = backend(), batch(ForwardMode.TARGET_VERIFY, [1, 2], [40, 130], [4, 4])
+    bits = branching(step, [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]])
+    made.init_forward_metadata(step)
+    forward(made, step)
+    sent = last(standin)
+    assert (sent["q_len"], integers(sent["seq_lens"], 2), integers(sent["mask"], 8)) == (4, [44, 134], bits)
 
 
 @pytest.mark.parametrize("drafts", [0, 4])

@@ -10,7 +10,7 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from ...errors import UsageError
-from ..paged_batch import BLOCK_SIZES, LayerOptions, attend, check_layer
+from ..paged_batch import BLOCK_SIZES, LayerOptions, attend, check_layer, decodes_directly
 from ..readiness import reserve, warm_up
 from ..scratch import SharedScratch, shared_scratch
 from .steps import PagedAttnBackend, refuse
@@ -78,6 +78,13 @@ class CubinRuntimeAttnBackend(PagedAttnBackend):
         if layer.logit_cap and layer.logit_capping_method != "tanh":
             raise UsageError(f"logit_capping_method={layer.logit_capping_method!r}: expected 'tanh'")
         check_layer(layer.qk_head_dim, layer.v_head_dim, layer.tp_q_head_num, layer.tp_k_head_num)
+        sizes = layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim
+        if self._branches and not decodes_directly(*sizes, self._options(layer, None)):
+            raise UsageError(
+                f"speculative_algorithm=NGRAM: {sizes[0]} heads on {sizes[1]} of {sizes[2]}, logit_cap="
+                f"{layer.logit_cap or 0.0}, deterministic inference {self._batch_invariant}: verified by kernels "
+                "without masks, which branches of draft tokens need"
+            )
 
     def _options(self, layer: Any, sinks: Any) -> LayerOptions:
         soft_cap = float(layer.logit_cap or 0.0)

@@ -98,7 +98,7 @@ class CubinRuntimeMlaAttnBackend(PagedAttnBackend):
         heads, part = layer.tp_q_head_num, step.decodes
         queries = q.view(-1, heads, layer.qk_head_dim)
         out = torch.empty(queries.shape[0], heads, layer.v_head_dim, dtype=q.dtype, device=q.device)
-        decodes = LatentDecodes(part.table, part.lengths, None, part.max_q_len, part.max_seq_len)
+        decodes = LatentDecodes(part.table, part.lengths, None, part.max_q_len, part.max_seq_len, mask=part.mask)
         attend_latent(queries, self._cache(layer), decodes, self._options(layer), out)
         return out.view(-1, heads * layer.v_head_dim)
 

@@ -129,12 +129,22 @@ def is_deterministic() -> bool:
 
 def draft_shape() -> tuple[int, int]:
     """The draft tokens of a request that the target model verifies, 0 without drafts, and the breadth of their tree."""
-    from sglang.srt import runtime_context
-
-    bag = runtime_context.get_spec() if hasattr(runtime_context, "get_spec") else runtime_context.get_server_args()
+    bag = _drafting()
     if getattr(bag, "speculative_algorithm", None) is None:
         return 0, 1
     return int(bag.speculative_num_draft_tokens or 0), int(bag.speculative_eagle_topk or 1)
+
+
+def drafts_branch() -> bool:
+    """Return whether draft tokens of breadth 1 may be no chain: n-grams of several lengths each add a branch."""
+    return str(getattr(_drafting(), "speculative_algorithm", None)).upper() == "NGRAM"
+
+
+def _drafting() -> Any:
+    """SGLang's arguments about draft tokens."""
+    from sglang.srt import runtime_context
+
+    return runtime_context.get_spec() if hasattr(runtime_context, "get_spec") else runtime_context.get_server_args()
 
 
 def write_location(forward_batch: Any) -> Any:
