@@ -36,6 +36,7 @@ class LatentDecodes(NamedTuple):
     ``sums`` are the running sums of their query tokens, int32 ``[requests + 1]`` from 0, and ``q_len`` bounds those of
     a request; without ``sums`` each has ``q_len``. ``table`` is int32 ``[requests, columns]``, ``lengths`` int32
     ``[requests]``: keys on this rank, the new ones included; ``global_lengths``: those on all ranks, None: as many.
+    ``mask`` says which query tokens of its request each sees, as ``mla_decode`` takes it; None: the earlier ones.
     """
 
     table: Any
@@ -44,6 +45,7 @@ class LatentDecodes(NamedTuple):
     q_len: int
     max_seq_len: int
     global_lengths: Any = None
+    mask: Any = None
 
 
 class LatentOptions(NamedTuple):
@@ -140,6 +142,7 @@ def attend_latent(
         output_scale=options.output_scale,
         q_cu_seq_lens=decodes.sums,
         max_q_len=decodes.q_len if ragged else None,
+        mask=decodes.mask,
         global_seq_lens=decodes.global_lengths,
         cp_world=dealing.world,
         cp_rank=dealing.rank,

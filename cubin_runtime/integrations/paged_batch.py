@@ -33,7 +33,9 @@ class Part(NamedTuple):
     """Requests whose query tokens follow one another.
 
     ``sums`` are the running sums of their query tokens, int32 ``[requests + 1]`` from 0; None: each has ``max_q_len``.
-    ``table`` is int32 ``[requests, columns]``, ``lengths`` int32 ``[requests]``: keys, the new ones included.
+    ``table`` is int32 ``[requests, columns]``, ``lengths`` int32 ``[requests]``: keys, the new ones included. ``mask``
+    says which of its request's query tokens each sees, as ``paged_decode`` takes it, where they are no chain; only
+    those that decode have one.
     """
 
     first_row: int
@@ -43,6 +45,7 @@ class Part(NamedTuple):
     sums: Any
     max_q_len: int
     max_seq_len: int
+    mask: Any = None
 
     @property
     def where(self) -> slice:
@@ -129,7 +132,8 @@ def attend(
         }
         states = (queries, k_cache, v_cache)
         if bound is not None:
-            launch_part(paged_decode, (*states, part.table, part.lengths), shared, part, options)
+            masked = shared if part.mask is None else {**shared, "mask": part.mask}
+            launch_part(paged_decode, (*states, part.table, part.lengths), masked, part, options)
         else:
             pages = {"page_table": part.table, "seq_lens": part.lengths, "logit_soft_cap": options.soft_cap}
             launch_part(context_attention, states, {**shared, **pages}, part, options)

@@ -118,3 +118,11 @@ def forward(made: Any, step: ForwardBatch, layer: Any = None, save: bool = False
     out = made.forward(q, k, v, layer or layer_of(), step, save_kv_cache=save, **given)
     assert out.shape == q.shape
     return q, out
+
+
+def branching(step: ForwardBatch, tree: list[list[int]]) -> list[int]:
+    """Give a step of verification the mask of SGLang's n-grams, with this tree for each request; its bits by token."""
+    seen = torch.tensor(tree, dtype=torch.bool)
+    rows = [torch.cat((torch.ones(len(tree), length, dtype=torch.bool), seen), 1) for length in step.seq_lens.tolist()]
+    step.spec_info = SimpleNamespace(custom_mask=torch.cat([each.flatten() for each in rows]))
+    return [sum(bit << place for place, bit in enumerate(row)) for row in tree] * len(rows)

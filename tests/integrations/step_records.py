@@ -42,7 +42,8 @@ def _form(half: Any) -> list[Any]:
 
 
 def _part(part: Part) -> dict[str, Any]:
-    return {name: value.tolist() if hasattr(value, "tolist") else value for name, value in part._asdict().items()}
+    values = {name: value for name, value in part._asdict().items() if name != "mask"}  # which no recorded step has
+    return {name: value.tolist() if hasattr(value, "tolist") else value for name, value in values.items()}
 
 
 def made_again(record: Any, device: str) -> tuple[Any, ...]:

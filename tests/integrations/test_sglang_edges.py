@@ -13,7 +13,8 @@ if importlib.util.find_spec("sglang") is None:
     pytest.skip("SGLang is not importable (tools/stage_engines.py, make test-engines)", allow_module_level=True)
 # isort: off
 from tests.integrations.sglang_steps import BF16, COLUMNS, DIM, HEADS, KV_HEADS, MAX_LEN, PAGE  # noqa: E402  (first: it imports SGLang)
-from tests.integrations.sglang_steps import INT32, backend, batch, forward, layer_of, pool_of, runner, server_flags  # noqa: E402
+from tests.integrations.sglang_steps import INT32, backend, batch, branching, forward, layer_of, pool_of  # noqa: E402
+from tests.integrations.sglang_steps import runner, server_flags  # noqa: E402
 
 # isort: on
 from sglang.srt.layers.radix_attention import AttentionType  # noqa: E402
@@ -23,7 +24,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode  # noqa: E4
 from cubin_runtime.errors import UsageError  # noqa: E402
 from cubin_runtime.integrations.paged_batch import LayerOptions  # noqa: E402
 from cubin_runtime.testing import StandIn  # noqa: E402
-from tests.integrations.launch_records import launches  # noqa: E402
+from tests.integrations.launch_records import integers, launches  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("hopper")]
 BACKEND = "cubin_runtime.integrations.sglang.backend"
@@ -161,6 +162,13 @@ def test_a_layer_that_is_not_a_plain_decoder_is_refused(attended: list[Any], cha
     assert attended == []
 
 
+def test_layers_that_see_the_keys_of_a_chunk_alone_are_refused_at_start() -> None:
+    layers = torch.nn.ModuleList([layer_of(), layer_of(use_irope=True)])
+    assert backend(model=layers).max_context_len == MAX_LEN
+    with pytest.raises(UsageError, match="use_irope=True, attention_chunk_size=32"):
+        backend(model=layers, attention_chunk_size=32)
+
+
 BOTH_WAYS = AttentionType.DECODER_BIDIRECTIONAL
 UNLIKE = [{"is_multimodal": True}, {"hf_text_config": SimpleNamespace(use_bidirectional_attention=True)}]
 
@@ -204,6 +212,61 @@ def test_draft_tokens_are_verified_as_several_tokens_of_a_request(
     assert (part.rows, part.max_q_len, part.lengths.tolist(), part.sums.tolist()) == (8, 4, [37, 11], [0, 4, 8])
     assert part.table[:, 0].tolist() == [2 * COLUMNS + COLUMNS - 1, COLUMNS + COLUMNS - 1]
     assert part.max_seq_len >= part.lengths.max()
+
+
+# Two continuations of what was written before, as n-grams of two lengths have them, a token each in turn.
+TREE = [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]
+
+
+def with_ngrams(execution: SimpleNamespace) -> None:
+    execution.speculative_algorithm = "NGRAM"
+    execution.speculative_num_draft_tokens, execution.speculative_eagle_topk = 4, 1
+
+
+def test_ngrams_are_verified_as_the_branches_that_they_are(attended: list[Any], execution: SimpleNamespace) -> None:
+    with_ngrams(execution)
+    made, step = backend(), batch(ForwardMode.TARGET_VERIFY, [2, 1], [33, 7], [4, 4])
+    bits = branching(step, TREE)
+    made.init_forward_metadata(step)
+    part = made.forward_metadata.decodes
+    assert (part.mask.shape, part.mask.dtype, part.mask.flatten().tolist()) == ((8, 1), torch.uint32, bits)
+    made.init_forward_metadata(batch(ForwardMode.DECODE, [1], [7]))
+    assert made.forward_metadata.decodes.mask is None
+
+
+def test_captured_ngrams_have_the_mask_of_each_replay(attended: list[Any], execution: SimpleNamespace) -> None:
+    with_ngrams(execution)
+    made, step = backend(), batch(ForwardMode.TARGET_VERIFY, [0, 0, 0], [1, 1, 1], [4, 4, 4])
+    step.spec_info = SimpleNamespace(custom_mask=torch.ones(60, dtype=torch.bool))
+    made.init_cuda_graph_state(4, 16)
+    made.init_forward_metadata_out_graph(step, in_capture=True)
+    captured = made.forward_metadata.decodes.mask
+    bits = branching(batch(ForwardMode.TARGET_VERIFY, [2, 1], [33, 7], [4, 4]), TREE)
+    replayed = batch(ForwardMode.TARGET_VERIFY, [2, 1], [33, 7], [4, 4])
+    branching(replayed, TREE)
+    replayed.batch_size, replayed.seq_lens = 3, torch.tensor([33, 7, 1])  # the third pads the step
+    made.init_forward_metadata_out_graph(replayed)
+    assert captured.flatten().tolist()[:8] == bits
+    assert captured.data_ptr() == made.forward_metadata.decodes.mask.data_ptr()
+
+
+def test_branches_reach_the_kernel(standin: StandIn, execution: SimpleNamespace) -> None:
+    with_ngrams(execution)
+    made, step = backend(), batch(ForwardMode.TARGET_VERIFY, [2, 1], [33, 7], [4, 4])
+    bits = branching(step, TREE)
+    made.init_forward_metadata(step)
+    _kept = forward(made, step)
+    ((name, sent),) = launches(standin)
+    assert (name, sent["q_len"], integers(sent["mask"], 8)) == ("decode", 4, bits)
+
+
+@pytest.mark.parametrize("changed", [{"logit_cap": 30.0}, {"num_heads": 66, "num_kv_heads": 2}])
+def test_branches_on_kernels_without_masks_are_refused_at_start(execution: SimpleNamespace, changed: Any) -> None:
+    layers = torch.nn.ModuleList([layer_of(**changed)])
+    backend(model=layers, token_to_kv_pool=pool_of(head_num=2))
+    with_ngrams(execution)
+    with pytest.raises(UsageError, match="speculative_algorithm=NGRAM"):
+        backend(model=layers, token_to_kv_pool=pool_of(head_num=2))
 
 
 @pytest.mark.parametrize(("tokens", "topk"), [(17, 1), (4, 2)])

@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("SGLang is not importable (tools/stage_engines.py, make test-engines)", allow_module_level=True)
 # isort: off
-from tests.integrations.sglang_steps import NAME, batch, server_flags  # noqa: E402  (first: it imports SGLang)
+from tests.integrations.sglang_steps import NAME, batch, branching, server_flags  # noqa: E402  (first: it imports SGLang)
 from tests.integrations.sglang_mla_steps import BF16, FP8, HEADS, LATENT, MAX_LEN, PAGE, backend, forward, layer_of  # noqa: E402
 from tests.integrations.sglang_mla_steps import pool_of, prompt_layer, runner  # noqa: E402
 
@@ -89,6 +89,17 @@ def test_draft_tokens_are_verified_as_several_tokens_of_a_request(standin: Stand
     assert (integers(sent["seq_lens"], 2), sent["mask"], sent["q_cu_seq_lens"]) == ([44, 134], 0, 0)
 
 
+def test_ngrams_are_verified_as_the_branches_that_they_are(standin: StandIn, flags: SimpleNamespace) -> None:
+    with_drafts(flags, 4)
+    flags.speculative_algorithm = "NGRAM"
+    made, step = backend(), batch(ForwardMode.TARGET_VERIFY, [1, 2], [40, 130], [4, 4])
+    bits = branching(step, [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]])
+    made.init_forward_metadata(step)
+    forward(made, step)
+    sent = last(standin)
+    assert (sent["q_len"], integers(sent["seq_lens"], 2), integers(sent["mask"], 8)) == (4, [44, 134], bits)
+
+
 @pytest.mark.parametrize("drafts", [0, 4])
 def test_a_captured_step_reads_tables_that_stay_where_they_are(
     standin: StandIn, flags: SimpleNamespace, drafts: int
@@ -151,6 +162,28 @@ def test_how_layers_run_a_step() -> None:
     from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
 
     assert AttentionBackendRegistry.get_handler(NAME) is forward_method
+
+
+@pytest.mark.parametrize(("lens", "is_replayed"), [([0, 0], True), (None, True), ([0, 64], False)])
+def test_prompts_behind_cached_keys_run_without_a_graph(
+    monkeypatch: pytest.MonkeyPatch, lens: list[int] | None, is_replayed: bool
+) -> None:
+    from sglang.srt.model_executor.runner.prefill_cuda_graph_runner import PrefillCudaGraphRunner
+
+    name = "can_replay_locally" if hasattr(PrefillCudaGraphRunner, "can_replay_locally") else "can_run_graph"
+    monkeypatch.setattr(PrefillCudaGraphRunner, name, lambda *_, **__: True)
+    made = backend()
+    backend()
+    steps = [] if name == "can_replay_locally" else [SimpleNamespace(extend_prefix_lens_cpu=lens)]
+    named = {} if steps else {"prefix_lens": lens}
+    others = SimpleNamespace()
+    for attn_backend, expected in (
+        (made, is_replayed),
+        (SimpleNamespace(prefill_backend=made), is_replayed),
+        (others, True),
+    ):
+        graphs = SimpleNamespace(model_runner=SimpleNamespace(attn_backend=attn_backend))
+        assert getattr(PrefillCudaGraphRunner, name)(graphs, *steps, **named) is expected
 
 
 def test_the_engine_finds_its_pools_by_the_backend_of_a_step() -> None:

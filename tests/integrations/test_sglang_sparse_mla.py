@@ -294,6 +294,10 @@ def test_what_else_is_refused_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
         changed.setattr(f"{SPARSE}.is_dsa_enable_prefill_cp", lambda: True)
         with pytest.raises(UsageError, match="enable_prefill_cp"):
             backend()
+    with monkeypatch.context() as changed:
+        changed.setattr(f"{SPARSE}.drafts_branch", lambda: True)
+        with pytest.raises(UsageError, match="speculative_algorithm=NGRAM"):
+            backend()
     monkeypatch.setattr(f"{SPARSE}.is_deterministic", lambda: True)
     with pytest.raises(UsageError, match="enable_deterministic_inference"):
         backend()

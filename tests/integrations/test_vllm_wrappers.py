@@ -98,6 +98,23 @@ def test_fast_prefill_of_layers_that_share_keys(standin: StandIn, armed: bool) -
     assert integers(sent[0][1]["seq_lens"], 2)[: 1 + armed] == [40, 20][: 1 + armed]
 
 
+def test_fast_prefill_with_drafts_reads_no_sums_that_are_still_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    to = torch.Tensor.to
+
+    def late(tensor: Any, *arguments: Any, non_blocking: bool = False, **named: Any) -> Any:
+        copied = to(tensor, *arguments, **named)
+        return torch.full_like(copied, 7) if non_blocking else copied  # what the memory held before
+
+    monkeypatch.setattr(torch.Tensor, "to", late)
+    given = {"logits_indices_padded": torch.tensor([0, 1, 2, 22]), "num_logits_indices": 4, "max_logits_per_req": 3}
+    asked = {name: given[name] for name in given.keys() & {field.name for field in fields(CommonAttentionMetadata)}}
+    metadata = with_lengths([3, 20], [40, 20], **asked)
+    backend = create_fast_prefill_custom_backend("FastPrefill", BACKEND)
+    cache_config = SimpleNamespace(block_size=BLOCK, kv_sharing_fast_prefill=True)
+    part = builder(backend, drafts=2, cache_config=cache_config).build(0, metadata).decodes
+    assert (part.sums.tolist(), part.max_q_len, part.rows, part.table.shape[0]) == ([0, 3, 4], 3, 4, 2)
+
+
 def test_one_of_two_backends_by_step(standin: StandIn) -> None:
     composite = pytest.importorskip("vllm.v1.attention.backends.composite", reason="from vLLM 0.31 on")
     other = create_chunked_local_attention_backend(BACKEND, 2 * BLOCK)

@@ -10,7 +10,7 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from ...errors import UsageError
-from ..paged_batch import BLOCK_SIZES, LayerOptions, attend, check_layer
+from ..paged_batch import BLOCK_SIZES, LayerOptions, attend, check_layer, decodes_directly
 from ..readiness import reserve, warm_up
 from ..scratch import SharedScratch, shared_scratch
 from .steps import PagedAttnBackend, refuse
@@ -38,6 +38,7 @@ class CubinRuntimeAttnBackend(PagedAttnBackend):
         super().__init__(model_runner, BLOCK_SIZES)
         self._dtype = dtype
         self._attn_types = _causal_types(model_runner.model_config)
+        self._chunk = getattr(model_runner, "attention_chunk_size", None)
         self._scratch: SharedScratch | None = None
         self._get_ready(getattr(model_runner, "model", None))
 
@@ -61,7 +62,8 @@ class CubinRuntimeAttnBackend(PagedAttnBackend):
                 warm_up(q, *self._caches(layer), "NHD", self._options(layer, None), self._limits, columns)
 
     def _check(self, layer: Any) -> None:
-        """Refuse a layer that is not causal, caps scores by another function, or has sizes without kernels.
+        """Refuse a layer that is not causal, sees the keys of its chunk alone, caps scores by another function, or has
+        sizes without kernels.
 
         Raises:
             UsageError: the message names what it is.
@@ -71,9 +73,18 @@ class CubinRuntimeAttnBackend(PagedAttnBackend):
                 f"is_cross_attention={layer.is_cross_attention}, attn_type={layer.attn_type.name}, "
                 f"xai_temperature_len={layer.xai_temperature_len}: expected a causal decoder layer"
             )
+        if layer.use_irope and self._chunk is not None:
+            raise UsageError(f"use_irope=True, attention_chunk_size={self._chunk}: expected a layer without chunks")
         if layer.logit_cap and layer.logit_capping_method != "tanh":
             raise UsageError(f"logit_capping_method={layer.logit_capping_method!r}: expected 'tanh'")
         check_layer(layer.qk_head_dim, layer.v_head_dim, layer.tp_q_head_num, layer.tp_k_head_num)
+        sizes = layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim
+        if self._branches and not decodes_directly(*sizes, self._options(layer, None)):
+            raise UsageError(
+                f"speculative_algorithm=NGRAM: {sizes[0]} heads on {sizes[1]} of {sizes[2]}, logit_cap="
+                f"{layer.logit_cap or 0.0}, deterministic inference {self._batch_invariant}: verified by kernels "
+                "without masks, which branches of draft tokens need"
+            )
 
     def _options(self, layer: Any, sinks: Any) -> LayerOptions:
         soft_cap = float(layer.logit_cap or 0.0)

@@ -15,7 +15,7 @@ from ..latent_batch import PAGE_SIZE, LatentDecodes, LatentOptions, attend_laten
 from ..latent_readiness import LatentKind, reserve_latent, reserve_prompts, warm_up_latent
 from ..scratch import SharedScratch, launch
 from .steps import PagedAttnBackend, refuse
-from .versions import NAME, serve_latent_layers, write_location
+from .versions import NAME, run_prefixes_without_graphs, serve_latent_layers, write_location
 
 _LOGGER = logging.getLogger(__name__)
 _DTYPES = {torch.bfloat16: "bfloat16", torch.float8_e4m3fn: "float8_e4m3fn"}
@@ -23,6 +23,8 @@ _DTYPES = {torch.bfloat16: "bfloat16", torch.float8_e4m3fn: "float8_e4m3fn"}
 
 class CubinRuntimeMlaAttnBackend(PagedAttnBackend):
     """Dense MLA in bf16 on SM90, over a latent cache of bf16 or e4m3 in pages of 64 tokens."""
+
+    captures_no_prefix = True  # prompts attend to cached keys in launches of their own, as many as these need
 
     def __init__(self, model_runner: Any) -> None:
         pool = model_runner.token_to_kv_pool
@@ -43,6 +45,7 @@ class CubinRuntimeMlaAttnBackend(PagedAttnBackend):
             )
         self._scratch: SharedScratch | None = None
         serve_latent_layers()
+        run_prefixes_without_graphs()
         self._get_ready(getattr(model_runner, "model", None))
 
     def _get_ready(self, model: Any) -> None:
@@ -95,7 +98,7 @@ class CubinRuntimeMlaAttnBackend(PagedAttnBackend):
         heads, part = layer.tp_q_head_num, step.decodes
         queries = q.view(-1, heads, layer.qk_head_dim)
         out = torch.empty(queries.shape[0], heads, layer.v_head_dim, dtype=q.dtype, device=q.device)
-        decodes = LatentDecodes(part.table, part.lengths, None, part.max_q_len, part.max_seq_len)
+        decodes = LatentDecodes(part.table, part.lengths, None, part.max_q_len, part.max_seq_len, mask=part.mask)
         attend_latent(queries, self._cache(layer), decodes, self._options(layer), out)
         return out.view(-1, heads * layer.v_head_dim)
 

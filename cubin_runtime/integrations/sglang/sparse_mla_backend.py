@@ -17,7 +17,7 @@ from ..latent_batch import LISTED_LATENT, unserved_lists
 from ..latent_readiness import ListKind, reserve_lists
 from ..scratch import Limits, launch
 from .steps import refuse, refuse_context_parallelism, refuse_options, serve_steps
-from .versions import NAME, draft_shape, is_deterministic, serve_latent_layers
+from .versions import NAME, draft_shape, drafts_branch, is_deterministic, serve_latent_layers
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -139,5 +139,9 @@ def _check(model_runner: Any) -> None:
     if is_deterministic():
         raise UsageError("enable_deterministic_inference: prompts run on kernels that SGLang does not list for it")
     refuse_context_parallelism(server, is_dsa_enable_prefill_cp())
+    if drafts_branch():
+        raise UsageError(
+            "speculative_algorithm=NGRAM: SGLang's indexer takes draft tokens for a chain; expected another"
+        )
     if model_runner.dtype != torch.bfloat16:
         raise UsageError(f"dtype: {model_runner.dtype}, expected bfloat16")

@@ -12,7 +12,7 @@ from ...errors import UsageError
 from ...kernels.native.mla.select import MAX_QUERIES
 from ..paged_batch import PagedBatch, Part
 from ..scratch import Limits, prompt_bound, shared_scratch
-from .versions import draft_shape, is_deterministic
+from .versions import draft_shape, drafts_branch, is_deterministic
 
 _PAGES_OF_OTHERS = "pages from the host's memory or another process were never tried"
 REFUSED_OPTIONS = {
@@ -50,6 +50,7 @@ class PagedAttnBackend(AttentionBackend):  # type: ignore[misc]
                 f"speculative_num_draft_tokens={self._drafts}, speculative_eagle_topk={breadth}: expected at most "
                 f"{MAX_QUERIES} tokens of a chain, topk 1 (n-gram: --speculative-ngram-max-bfs-breadth 1)"
             )
+        self._branches = drafts_branch()
         self._page: int = page
         # SGLang asks the backend of a step for both pools.
         self.token_to_kv_pool, self.req_to_token_pool = model_runner.token_to_kv_pool, model_runner.req_to_token_pool
@@ -85,8 +86,9 @@ class PagedAttnBackend(AttentionBackend):  # type: ignore[misc]
                 "ragged_verify_layout: expected as many draft tokens of each request (SGLANG_RAGGED_VERIFY_MODE=static)"
             )
         if mode.is_decode() or self._is_verify(mode):
+            mask = self._mask(forward_batch) if mode.is_target_verify() and self._branches else None
             lengths = lengths + self._drafts if mode.is_target_verify() else lengths
-            self.forward_metadata = PagedBatch(self._decodes(mode, table, lengths), None)
+            self.forward_metadata = PagedBatch(self._decodes(mode, table, lengths, mask), None)
             return
         if not mode.is_extend_or_draft_extend_or_mixed() or mode.is_split_prefill() or mode.is_target_verify():
             raise UsageError(f"forward_mode={mode.name}: expected DECODE, TARGET_VERIFY, EXTEND, MIXED or IDLE")
@@ -100,22 +102,39 @@ class PagedAttnBackend(AttentionBackend):  # type: ignore[misc]
     def _is_verify(self, mode: Any) -> bool:
         return bool(self._drafts and mode.is_target_verify())
 
-    def _decodes(self, mode: Any, table: Any, lengths: Any) -> Part:
+    def _decodes(self, mode: Any, table: Any, lengths: Any, mask: Any = None) -> Part:
         """Requests with one token each, or with as many as there are draft tokens; bounded by the model."""
         count = table.shape[0]
         if mode.is_target_verify():
             sums = self._draft_sums[: count + 1]
-            return Part(0, count * self._drafts, table, lengths, sums, self._drafts, self._bound)
+            bits = None if mask is None else mask.view(torch.uint32)
+            return Part(0, count * self._drafts, table, lengths, sums, self._drafts, self._bound, bits)
         return Part(0, count, table, lengths, None, 1, self._bound)
 
+    def _mask(self, forward_batch: Any) -> Any:
+        """A bit for each draft token of its request that a token sees, int32 ``[tokens, 1]``, from SGLang's mask.
+
+        That has a row for each token, with an entry for each key and draft token of its request.
+        """
+        drafts, lengths = self._drafts, forward_batch.seq_lens[: forward_batch.batch_size, None, None]
+        entries = forward_batch.spec_info.custom_mask
+        rows = drafts * (lengths + drafts)
+        among = torch.arange(drafts, device=lengths.device)
+        places = rows.cumsum(0) - rows + among[:, None] * (lengths + drafts) + lengths + among
+        # Of requests that pad a captured step there are no entries.
+        seen = entries[places.clamp(max=entries.numel() - 1)]
+        return (seen.long() << among).sum(-1).to(torch.int32).view(-1, 1)
+
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Make the page table and the lengths that captured steps read."""
+        """Make the page table, the lengths and the mask that captured steps read."""
         device, columns = self._first_slots.device, self._first_slots.shape[1]
         self._graph_table = torch.zeros(max_bs, columns, dtype=torch.int32, device=device)
         self._graph_lengths = torch.zeros(max_bs, dtype=torch.int32, device=device)
+        if self._branches:
+            self._graph_mask = torch.zeros(max_bs * self._drafts, 1, dtype=torch.int32, device=device)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """Point a captured step to its tables, which ``init_forward_metadata_in_graph`` fills.
+        """Point a captured step to its tables, which ``init_forward_metadata_in_graph`` fills, and fill its mask.
 
         Raises:
             UsageError: a mode other than decode and verify.
@@ -123,7 +142,11 @@ class PagedAttnBackend(AttentionBackend):  # type: ignore[misc]
         mode, count = forward_batch.forward_mode, forward_batch.batch_size
         if not mode.is_decode_or_idle() and not self._is_verify(mode):
             raise UsageError(f"forward_mode={mode.name}: captured, expected DECODE or TARGET_VERIFY")
-        part = self._decodes(mode, self._graph_table[:count], self._graph_lengths[:count])
+        mask = None
+        if mode.is_target_verify() and self._branches:
+            mask = self._graph_mask[: count * self._drafts]
+            mask.copy_(self._mask(forward_batch))
+        part = self._decodes(mode, self._graph_table[:count], self._graph_lengths[:count], mask)
         self.forward_metadata = PagedBatch(part, None)
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:

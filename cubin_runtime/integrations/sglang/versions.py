@@ -93,6 +93,31 @@ def forward_method(attn: Any, forward_batch: Any) -> Any:
     return AttnForwardMethod.MHA_CHUNKED_KV if prompts else AttnForwardMethod.MLA
 
 
+def run_prefixes_without_graphs() -> None:
+    """Have SGLang run prompts behind cached keys without a graph where a backend ``captures_no_prefix``.
+
+    A graph of prompts is captured of one without a prefix, and while it is replayed no layer is asked how it runs: the
+    keys of a prefix would be left out. SGLang's own backends run captured prompts of such layers in the latent space.
+    """
+    from sglang.srt.model_executor.runner.prefill_cuda_graph_runner import PrefillCudaGraphRunner
+
+    # The former, from 0.5.19 on, is asked for all ranks of data parallelism too, which have to agree.
+    name = next(name for name in ("can_replay_locally", "can_run_graph") if hasattr(PrefillCudaGraphRunner, name))
+    replays = getattr(PrefillCudaGraphRunner, name)
+    if replays.__module__ == __name__:
+        return
+
+    def asked(runner: Any, *arguments: Any, **named: Any) -> bool:
+        lens = named["prefix_lens"] if "prefix_lens" in named else arguments[0].extend_prefix_lens_cpu
+        backend = runner.model_runner.attn_backend
+        prompts = getattr(backend, "prefill_backend", backend)  # where others decode
+        if lens is not None and any(lens) and getattr(prompts, "captures_no_prefix", False):
+            return False
+        return bool(replays(runner, *arguments, **named))
+
+    setattr(PrefillCudaGraphRunner, name, asked)
+
+
 def is_deterministic() -> bool:
     """Return whether the server runs with deterministic inference."""
     from sglang.srt import runtime_context
@@ -104,12 +129,22 @@ def is_deterministic() -> bool:
 
 def draft_shape() -> tuple[int, int]:
     """The draft tokens of a request that the target model verifies, 0 without drafts, and the breadth of their tree."""
-    from sglang.srt import runtime_context
-
-    bag = runtime_context.get_spec() if hasattr(runtime_context, "get_spec") else runtime_context.get_server_args()
+    bag = _drafting()
     if getattr(bag, "speculative_algorithm", None) is None:
         return 0, 1
     return int(bag.speculative_num_draft_tokens or 0), int(bag.speculative_eagle_topk or 1)
+
+
+def drafts_branch() -> bool:
+    """Return whether draft tokens of breadth 1 may be no chain: n-grams of several lengths each add a branch."""
+    return str(getattr(_drafting(), "speculative_algorithm", None)).upper() == "NGRAM"
+
+
+def _drafting() -> Any:
+    """SGLang's arguments about draft tokens."""
+    from sglang.srt import runtime_context
+
+    return runtime_context.get_spec() if hasattr(runtime_context, "get_spec") else runtime_context.get_server_args()
 
 
 def write_location(forward_batch: Any) -> Any:

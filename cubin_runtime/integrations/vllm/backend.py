@@ -215,6 +215,9 @@ class CubinRuntimeMetadataBuilder(AttentionMetadataBuilder[PagedBatch]):  # type
         self._block_size: int = kv_cache_spec.block_size
         self._max_model_len: int = vllm_config.model_config.max_model_len
         self._partition = partition_of(vllm_config.parallel_config)
+        # With --kv-sharing-fast-prefill, vLLM copies the sums of some steps to the host, and waits for none of them.
+        cache = getattr(vllm_config, "cache_config", None)
+        self._has_late_sums = bool(getattr(cache, "kv_sharing_fast_prefill", False))
         # Of two micro-batches, vLLM would have the second as the first with other pages.
         self.supports_update_block_table = not vllm_config.parallel_config.use_ubatching
 
@@ -260,6 +263,8 @@ class CubinRuntimeMetadataBuilder(AttentionMetadataBuilder[PagedBatch]):  # type
         most = self.reorder_batch_threshold
         if most == 1:
             return 1, None
+        if self._has_late_sums:
+            return most, step.query_start_loc[: decodes + 1]
         counts = step.query_start_loc_cpu[: decodes + 1].diff()
         width = max(1, int(counts.max()))
         if bool((counts[: int(counts.count_nonzero())] == width).all()):
