@@ -162,6 +162,18 @@ def is_torch(tensor: Any) -> bool:
     return hasattr(tensor, "data_ptr") and hasattr(tensor, "stride")
 
 
+def check_needs_no_grad(tensor: Any, name: str) -> None:
+    """Refuse a tensor of torch whose gradients are recorded.
+
+    Raises:
+        UsageError: it requires grad, and gradients are enabled.
+    """
+    if getattr(tensor, "requires_grad", False) and sys.modules["torch"].is_grad_enabled():
+        raise UsageError(
+            "requires grad, but no operator has a backward pass: call it under torch.no_grad()", argument=name
+        )
+
+
 def _from_torch(tensor: Any, name: str) -> TensorView:
     device = _torch_device(tensor, name)
     dtype = _torch_dtype(tensor.dtype)
@@ -170,10 +182,7 @@ def _from_torch(tensor: Any, name: str) -> TensorView:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(tensor, torch.Tensor):
         _check_of_torch(torch, tensor, name)
-    if getattr(tensor, "requires_grad", False) and sys.modules["torch"].is_grad_enabled():
-        raise UsageError(
-            "requires grad, but no operator has a backward pass: call it under torch.no_grad()", argument=name
-        )
+    check_needs_no_grad(tensor, name)
     try:
         address = tensor.data_ptr()
     except RuntimeError as error:

@@ -9,7 +9,7 @@ from ..attention import merge_states
 from ..attention.checks import check_lse_base, integer, listed
 from ..attention.operators.merge_states import DTYPES_OF_V
 from ..errors import UsageError
-from ..tensor import dtype_word
+from ..tensor import check_needs_no_grad, dtype_word
 from ..values import dataclass
 from .collectives import all_gather, all_to_all, reduce_scatter, world_and_rank
 
@@ -119,7 +119,7 @@ class ContextParallelMerge:
             ``out``.
 
         Raises:
-            UsageError: a tensor has another shape or dtype, or sinks are not contiguous.
+            UsageError: a tensor has another shape, dtype or device, or requires grad, or sinks are not contiguous.
         """
         for step in self.steps(out, lse, sinks=sinks):
             step.run()
@@ -171,13 +171,17 @@ class ContextParallelMerge:
             Step("merge", finish),
         )
 
-    @staticmethod
-    def _check(name: str, tensor: Any, shape: tuple[int, ...], dtypes: tuple[str, ...] = ("float32",)) -> None:
+    def _check(self, name: str, tensor: Any, shape: tuple[int, ...], dtypes: tuple[str, ...] = ("float32",)) -> None:
         # Between two exchanges the merge would refuse it, while the other ranks wait for this one.
-        if tensor is not None and tuple(tensor.shape) != shape:
+        if tensor is None:
+            return
+        if tuple(tensor.shape) != shape:
             raise UsageError(f"shape {tuple(tensor.shape)}, expected {shape}", argument=name)
-        if tensor is not None and dtype_word(tensor.dtype) not in dtypes:
+        if dtype_word(tensor.dtype) not in dtypes:
             raise UsageError(f"dtype {dtype_word(tensor.dtype)}, expected {listed(dtypes)}", argument=name)
+        if tensor.device != self.out.device:
+            raise UsageError(f"on {tensor.device}, expected {self.out.device}", argument=name)
+        check_needs_no_grad(tensor, name)
 
 
 class _Packed:

@@ -209,3 +209,20 @@ def test_sinks_with_gaps_are_refused_before_ranks_wait(group: Group, exchange: s
     with pytest.raises(UsageError, match=r"sinks: strides \(2,\), expected a contiguous tensor"):
         made.merge(torch.empty(5, made.own_heads, 16), sinks=torch.zeros(24)[::2])
     assert group.calls == []
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize(
+    ("sinks", "message"),
+    [
+        (torch.zeros(12, device="meta"), "sinks: on meta, expected cpu"),
+        (torch.zeros(12, requires_grad=True), "sinks: requires grad"),
+    ],
+)
+def test_sinks_that_a_merge_cannot_read_are_refused_before_ranks_wait(
+    group: Group, exchange: str, sinks: torch.Tensor, message: str
+) -> None:
+    made = merge_of(group, exchange=exchange)
+    with pytest.raises(UsageError, match=message):
+        made.merge(torch.empty(5, made.own_heads, 16), sinks=sinks)
+    assert group.calls == []

@@ -75,6 +75,7 @@ def test_what_is_supported(backend: Any) -> None:
         {"head_size": 96},
         {"dtype": torch.float32},
         {"kv_cache_dtype": "fp8_e5m2"},
+        {"kv_cache_dtype": "float16"},
         {"block_size": 8},
         {"use_mla": True},
         {"use_sparse": True},

@@ -23,6 +23,7 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from ...attention.paged_cache import MAX_QUERIES
 from ...distributed.partition import KvPartition
 from ...errors import UsageError
+from ...tensor import dtype_word
 from ..dealt_batch import Ranks, attend_dealt, check_dealt_layer, hold_a_dealt_step
 from ..paged_batch import BLOCK_SIZES, HEAD_SIZES, DealtBatch, LayerOptions, PagedBatch, Part, attend, check_layer
 from ..readiness import reserve, warm_up
@@ -30,6 +31,7 @@ from ..scratch import Limits, prompt_bound
 from .versions import backend_name, cache_interface, decode_tokens, key_ranks
 
 E4M3_CACHES = ("fp8", "fp8_e4m3")
+_16_BIT_CACHES = ("float16", "bfloat16")
 _TABLE_TOKENS = 128  # rows of vLLM's page tables are for multiples of so many
 LOGGER = logging.getLogger("vllm.cubin_runtime")  # below vLLM's own, whose level and handlers it has
 
@@ -121,7 +123,7 @@ class CubinRuntimeBackend(HopperBackend, cache_interface(), AttentionBackend):  
     """Decoder attention with GQA in bf16 and fp16 on SM90, over caches of the same or of e4m3."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
-    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16", *E4M3_CACHES]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", *_16_BIT_CACHES, *E4M3_CACHES]
     forward_includes_kv_cache_update = False
 
     @staticmethod
@@ -158,8 +160,10 @@ class CubinRuntimeBackend(HopperBackend, cache_interface(), AttentionBackend):  
     def supports_combination(
         cls, head_size: Any, dtype: Any, kv_cache_dtype: Any, block_size: Any, use_mla: Any, has_sink: bool, *_: Any
     ) -> str | None:
-        """Refuse what micro-batches and keys on several ranks rule out, and R-SWA, which vLLM does not ask for before
-        0.30."""
+        """Refuse a 16-bit cache of another dtype than the model's, what micro-batches and keys on several ranks rule
+        out, and R-SWA, which vLLM does not ask for before 0.30."""
+        if kv_cache_dtype in _16_BIT_CACHES and dtype is not None and kv_cache_dtype != dtype_word(dtype):
+            return f"kv_cache_dtype={kv_cache_dtype} with a model of {dtype_word(dtype)} not supported"
         config = get_current_vllm_config_or_none()
         if config is None:
             return None
