@@ -86,9 +86,9 @@ class PagedAttnBackend(AttentionBackend):  # type: ignore[misc]
                 "ragged_verify_layout: expected as many draft tokens of each request (SGLANG_RAGGED_VERIFY_MODE=static)"
             )
         if mode.is_decode() or self._is_verify(mode):
-            mask = self._mask(forward_batch) if mode.is_target_verify() and self._branches else None
             lengths = lengths + self._drafts if mode.is_target_verify() else lengths
-            self.forward_metadata = PagedBatch(self._decodes(mode, table, lengths, mask), None)
+            part = self._decodes(mode, table, lengths, self._mask(forward_batch))
+            self.forward_metadata = PagedBatch(part, None)
             return
         if not mode.is_extend_or_draft_extend_or_mixed() or mode.is_split_prefill() or mode.is_target_verify():
             raise UsageError(f"forward_mode={mode.name}: expected DECODE, TARGET_VERIFY, EXTEND, MIXED or IDLE")
@@ -112,10 +112,13 @@ class PagedAttnBackend(AttentionBackend):  # type: ignore[misc]
         return Part(0, count, table, lengths, None, 1, self._bound)
 
     def _mask(self, forward_batch: Any) -> Any:
-        """A bit for each draft token of its request that a token sees, int32 ``[tokens, 1]``, from SGLang's mask.
+        """A bit for each draft token of its request that a token sees, int32 ``[tokens, 1]``, from SGLang's mask; None
+        where draft tokens are a chain, or are not verified.
 
-        That has a row for each token, with an entry for each key and draft token of its request.
+        SGLang's has a row for each token, with an entry for each key and draft token of its request.
         """
+        if not (self._branches and forward_batch.forward_mode.is_target_verify()):
+            return None
         drafts, lengths = self._drafts, forward_batch.seq_lens[: forward_batch.batch_size, None, None]
         entries = forward_batch.spec_info.custom_mask
         rows = drafts * (lengths + drafts)
@@ -142,10 +145,8 @@ class PagedAttnBackend(AttentionBackend):  # type: ignore[misc]
         mode, count = forward_batch.forward_mode, forward_batch.batch_size
         if not mode.is_decode_or_idle() and not self._is_verify(mode):
             raise UsageError(f"forward_mode={mode.name}: captured, expected DECODE or TARGET_VERIFY")
-        mask = None
-        if mode.is_target_verify() and self._branches:
-            mask = self._graph_mask[: count * self._drafts]
-            mask.copy_(self._mask(forward_batch))
+        if (mask := self._mask(forward_batch)) is not None:
+            mask = self._graph_mask[: count * self._drafts].copy_(mask)
         part = self._decodes(mode, self._graph_table[:count], self._graph_lengths[:count], mask)
         self.forward_metadata = PagedBatch(part, None)
 
